@@ -122,7 +122,7 @@ def _refuse_odd(path, image):
     if len(shape) < 3 or min(shape[:3]) == 1: raise UserError(f"{path}: is a 2D image ({text}); a volume needs at least two slices along each axis")
     if len(shape) > 3: raise UserError(f"{path}: holds {shape[3]} volumes ({text}); one file holds one volume: save the wanted one alone")
     axes = image.affine[:3, :3]
-    if not np.isfinite(image.affine).all() or np.abs(axes).max() > 1e6 or np.linalg.cond(axes) > 1e4:
+    if not np.isfinite(image.affine).all() or np.abs(image.affine).max() > 1e6 or np.linalg.cond(axes) > 1e4:
         raise UserError(f"{path}: has an affine that is singular, absurd or not finite ({axes.tolist()}); repair its sform or qform")
     return shape
 
@@ -134,8 +134,10 @@ def _notes(header, sizes):
     if sform == 0 and not (sizes != 0).all(): yield "no voxel size stored (pixdim is 0); read as 1 mm"
     if unit != "mm": yield f"its spacing is stored in the unit {unit!r}; medlab read the numbers as mm"
     if sform and qform:
-        apart = _corner_distance(header.get_data_shape()[:3], header.get_sform(), header.get_qform())
-        if apart > 1: yield f"sform and qform disagree by up to {apart:.1f} mm; the sform was used"
+        try:
+            with np.errstate(all="ignore"): apart = _corner_distance(header.get_data_shape()[:3], header.get_sform(), header.get_qform())
+        except ValueError: apart = math.inf  # the quaternion is none
+        if not apart <= 1: yield f"sform and qform disagree by up to {apart:.3g} mm; the sform was used"
 
 
 def _corner_distance(shape, a, b):
