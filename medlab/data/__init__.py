@@ -13,7 +13,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "volume": ["Volume", "read_volume", "write_volume", "same_grid", "resample_to"],
-        "cases": ["BRATS", "Case", "Split", "find_cases", "check_case", "sort_cases", "split_cases"],
-        "modalities": ["ModalityDataset", "normalize", "denormalize"],
+        "cases": ["BRATS", "Case", "Split", "find_cases", "check_case", "preflight", "sort_cases", "split_cases"],
+        "modalities": ["ModalityDataset", "load_case", "normalize", "denormalize"],
     },
 )

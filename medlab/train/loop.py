@@ -45,20 +45,28 @@ def interrupts(
 
 
 class Bar:
-    "A progress bar with loss, lr, target, step, mem_gb and step_time, drawn at most ten times a second."
+    "Progress with loss, lr, target, step, mem_gb and step_time: a bar, or a line now and then where there is no terminal."
 
-    def __init__(self, total, done, show):
-        self.bar = tqdm(total=total, initial=done, disable=not show, dynamic_ncols=True, mininterval=0)
-        self.due, self.show = 0.0, show
+    def __init__(self,
+        total:int,  # number of the last step
+        done:int,  # steps made before
+        show,  # True: a bar; "lines": a line every five seconds; False: nothing
+    ):
+        self.bar = tqdm(total=total, initial=done, dynamic_ncols=True, mininterval=0) if show is True else None
+        self.total, self.due, self.show, self.every = total, 0.0, show, 0.1 if show is True else 5.0
 
     def update(self, number, **fields):
-        "Draw the fields if a tenth of a second has passed."
-        if not self.show or time.perf_counter() < self.due: return
-        self.due = time.perf_counter() + 0.1
+        "Draw the fields if it is time."
+        if not self.show or (time.perf_counter() < self.due and number < self.total): return
+        self.due = time.perf_counter() + self.every
+        text = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in fields.items()}
+        if not self.bar: print(f"{number}/{self.total} " + " ".join(f"{k}={v}" for k, v in text.items()), flush=True); return
         self.bar.n = number
-        self.bar.set_postfix({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in fields.items()})
+        self.bar.set_postfix(text)
 
-    def close(self, number): "Draw the last state."; self.bar.n = number; self.bar.refresh(); self.bar.close()
+    def close(self, number):
+        "Draw the last state."
+        if self.bar: self.bar.n = number; self.bar.refresh(); self.bar.close()
 
 
 def to_device(

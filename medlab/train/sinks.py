@@ -148,8 +148,7 @@ class SafeSink(Sink):
         **lane,  # backlog and timeout of the `Lane`
     ):
         self.sink, self.on_fault, self.limit, self.enabled = sink, on_fault, limit, True
-        self.name, self.faults, self._in_a_row = type(sink).__name__, 0, Counter()
-        self.lane = Lane(self._try, **lane)
+        self.name, self.faults, self._in_a_row, self.lane = type(sink).__name__, 0, Counter(), Lane(self._try, **lane)
 
     def _try(self, method, *args):
         if not self.enabled: return
@@ -185,8 +184,7 @@ class SafeSink(Sink):
     def close(self):
         "Hand over what waits, close the sink, and tell what was lost; returns after the lane's `timeout` at the latest."
         if self.lane.closed: return
-        if not self.lane.close("close"):
-            self.on_fault(self.name, f"did not finish within {self.lane.timeout:g} s; its last rows may be missing")
+        if not self.lane.close("close"): self.on_fault(self.name, f"did not finish within {self.lane.timeout:g} s; its last rows may be missing")
         if self.lane.dropped: self.on_fault(self.name, f"{self.lane.dropped} batches were dropped")
 
 # %% ../../nbs/46_sinks.ipynb #8f0cae68

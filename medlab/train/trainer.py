@@ -6,7 +6,6 @@
 __all__ = ['stored_meta', 'Trainer']
 
 # %% ../../nbs/48_trainer.ipynb #606da93b
-import importlib
 import json
 import platform
 import sys
@@ -27,7 +26,7 @@ from .recipe import Guarded, Recipe, Stream, loader
 from .run import Run, hold
 from .schedule import Rate
 from .sinks import SafeSinks
-from .state import build, restore, state_of
+from .state import build, recipe_of, restore, state_of
 from .step import step_for
 from .store import Store
 
@@ -77,9 +76,7 @@ class Trainer(Loop):
         **kw,  # of the constructor
     ):
         "Go on with a run: recipe and configuration come from the run directory, the state from its newest whole checkpoint."
-        module, name, config = Run(run).meta["recipe"]
-        if not module.startswith("medlab.recipes."): raise UserError(f"the run's recipe {name} is not one of medlab's; build it and use Trainer(recipe, run, resume=True)")
-        return cls(getattr(importlib.import_module(module), name)(**config), run, resume=True, **kw)
+        return cls(recipe_of(run), run, resume=True, **kw)
 
     def _build(self, stored, knobs):
         self.model, self.optimizer = build(self.recipe, self.knobs, self.device)
@@ -91,6 +88,7 @@ class Trainer(Loop):
         else: self.store.set_meta(created=time.time(), data=self.info, knobs=self.knobs.values(), recipe=[type(self.recipe).__module__, type(self.recipe).__name__, self.recipe.config()])
         info = dict(medlab=medlab.__version__, torch=torch.__version__, python=platform.python_version(), device=str(self.device), threads=self.threads)
         self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", self.number, time.time(), json.dumps(info)).result()
+        for case, reason in self.info.get("quarantined", ()): self.event("quarantine", f"{case} is left out: {reason}", "warning", case=case)
         self.dataset = Guarded(self.recipe.dataset())
         self.loader = loader(self.dataset, Stream(len(self.dataset), self.recipe.batch_size, self.recipe.seed, self.cursor), self.recipe.workers)
 
@@ -126,7 +124,7 @@ class Trainer(Loop):
     def fit(self,
         steps:int=None,  # so many more steps; None: see `until`
         until:int=None,  # until this step of the run
-        progress:bool=None,  # show a progress bar; None: on a terminal or in a notebook
+        progress=None,  # True: a bar; "lines": a line every few seconds; False: nothing; None: a bar on a terminal or in a notebook
     ):
         "Train in this thread. The first Ctrl-C stops between two steps and saves."
         with interrupts(self.stop): self._run(self._target(steps, until), (sys.stderr.isatty() or "ipykernel" in sys.modules) if progress is None else progress)
