@@ -52,10 +52,10 @@ class TensorReport:
 # %% ../nbs/20_numerics.ipynb #bf23d29b
 def tensor_report(
     name:str,  # how messages call the tensor
-    x:Tensor,  # any shape, dtype and device
+    x,  # tensor or array, any shape, dtype and device
 ) -> TensorReport:
     "Counts, first place and finite range of one tensor; it synchronizes, so call it on alarm."
-    x = x.detach()
+    x = torch.as_tensor(x).detach()
     v = torch.view_as_real(x) if x.is_complex() else x
     good = v.isfinite()
     kept = v[good].double()

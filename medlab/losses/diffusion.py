@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core import UnknownName, UserError
-from ..numerics import finite_report, log_cumprod
+from ..numerics import finite_report, log_cumprod_complement
 
 # %% ../../nbs/24_diffusion.ipynb #fb583502
 KINDS = ("uniform", "nonuniform")
@@ -72,7 +72,7 @@ class Schedule:
     ):
         if T < 1 or not all(0 < b < 1 for b in beta): raise UserError(f"schedule with T={T}, beta={beta}: T must be ≥ 1 and both β inside (0, 1); try T=1000, beta=(1e-4, 0.02)")
         self.T, self.beta = T, tuple(beta)
-        log = log_cumprod(-torch.linspace(*beta, T, dtype=torch.float64, device="cpu"))
+        log = log_cumprod_complement(torch.linspace(*beta, T, dtype=torch.float64, device="cpu"))
         self.tables = {torch.device("cpu"): torch.stack([log, log.exp(), (log / 2).exp(), (-log.expm1()).sqrt()])}
 
     def __repr__(self): return f"Schedule(T={self.T}, beta={self.beta})"

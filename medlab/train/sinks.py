@@ -195,7 +195,13 @@ class SafeSinks(Sink):
         sinks,  # the sinks
         on_fault,  # called with (name, sentence), from any thread
         **kwargs,  # limit, backlog and timeout of each `SafeSink`
-    ): self.sinks = [SafeSink(s, on_fault, **kwargs) for s in sinks]
+    ):
+        self.sinks, self.on_fault, self.kwargs = [], on_fault, kwargs
+        self.add(sinks)
+
+    def add(self,
+        sinks,  # more sinks
+    ): "Take in more sinks."; self.sinks += [SafeSink(s, self.on_fault, **self.kwargs) for s in sinks]
 
     def log(self, step, values):
         "Give the values of one step to each sink."

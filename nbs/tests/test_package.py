@@ -94,5 +94,5 @@ def test_each_module_imports_alone():
 def test_requirements_are_those_of_settings():
     "The base needs none of the extras' packages, and the installed metadata says what settings.ini says."
     base = {r.split(";")[0] for r in requires("medlab") if "extra ==" not in r}
-    assert len(base) == len(shlex.split(settings()["requirements"]))
+    assert len(base) == len(shlex.split(settings()["requirements"])), "settings.ini has changed since the installation: pip install -e ."
     assert any(r.startswith("torch") for r in base) and not any(r.startswith(("ipykernel", "wandb", "nbdev")) for r in base)
