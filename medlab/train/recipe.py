@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..core import UserError, derive_seed, generator
+from ..core import UserError, generator
 from .knobs import FIXES, Knobs
 
 # %% ../../nbs/47_recipe.ipynb #6e3824dc
@@ -36,15 +36,20 @@ class Stream:
         "The order of one epoch."
         return torch.randperm(self.n, generator=generator(self.seed, "epoch", epoch)).tolist()
 
+    def seeds(self,
+        epoch:int,
+    ) -> list:  # a seed for each visit of the epoch
+        "The seeds of one epoch."
+        return torch.randint(2**63 - 1, (self.n,), generator=generator(self.seed, "sample", epoch)).tolist()
+
     def __iter__(self):
-        cursor, order, epoch = self.cursor, None, None
+        epoch, skip = divmod(self.cursor, self.n)
+        rest = []
         while True:
-            batch = []
-            for i in range(cursor, cursor + self.batch):
-                if i // self.n != epoch: epoch = i // self.n; order = self.order(epoch)
-                batch.append((order[i % self.n], derive_seed(self.seed, "sample", epoch, i % self.n)))
-            cursor += self.batch
-            yield batch
+            rest += list(zip(self.order(epoch), self.seeds(epoch)))[skip:]
+            whole = len(rest) - len(rest) % self.batch
+            for i in range(0, whole, self.batch): yield rest[i:i + self.batch]
+            rest, epoch, skip = rest[whole:], epoch + 1, 0
 
 # %% ../../nbs/47_recipe.ipynb #59256f30
 @dataclass(frozen=True)
@@ -59,13 +64,13 @@ def not_finite(
 ):  # sentence that names the tensor, the statistic and the first index, or None
     "What is non-finite in a sample. The sum screens; only where it is not finite are the elements looked at."
     for name, x in item.items():
-        if not torch.is_tensor(x) or not x.is_floating_point() or math.isfinite(x.sum(dtype=torch.float32).item()): continue
+        if not torch.is_tensor(x) or not x.is_floating_point() or math.isfinite(x.sum().item()): continue
         bad = ~torch.isfinite(x)
         if n := int(bad.sum()): return f"{name!r} {tuple(x.shape)} holds {n} non-finite values ({int(torch.isnan(x).sum())} NaN), the first at {tuple(bad.nonzero()[0].tolist())}"
 
 
 class Guarded(Dataset):
-    "A dataset whose items are (sample, fault or None), never exceptions; an item's key is (index, seed)."
+    "A dataset whose items are (sample, None) or (None, fault), never exceptions; an item's key is (index, seed)."
 
     def __init__(self,
         dataset,  # `dataset[(index, seed)]` → dict with the key "case"; or a plain list of such
@@ -77,8 +82,7 @@ class Guarded(Dataset):
     def __getitem__(self, key):
         try: item = self.dataset[key[0] if self.plain else key]
         except Exception as e: return None, Fault(str(getattr(e, "case", f"sample {key[0]}")), f"{type(e).__name__}: {e}")
-        reason = not_finite(item)
-        return item, Fault(str(item.get("case", f"sample {key[0]}")), reason) if reason else None
+        return item, None
 
 
 @dataclass
@@ -93,8 +97,11 @@ def collate(
     items,  # of `Guarded`
 ) -> Batch:
     "Stack the samples that could be loaded, and keep the faults beside them."
-    loaded = [(i, f) for i, f in items if i is not None]
-    return Batch(default_collate([i for i, _ in loaded]) if loaded else None, [f for _, f in loaded], [f for i, f in items if i is None])
+    loaded, failed = [i for i, _ in items if i is not None], [f for i, f in items if i is None]
+    if not loaded: return Batch(None, [], failed)
+    samples = default_collate(loaded)
+    reasons = [not_finite(i) for i in loaded] if not_finite(samples) else [None] * len(loaded)  # the batch screens; samples are looked at on alarm
+    return Batch(samples, [Fault(str(i.get("case", "sample")), r) if r else None for i, r in zip(loaded, reasons)], failed)
 
 
 def loader(
@@ -186,14 +193,18 @@ class Recipe:
         "The network, initialized from torch's global generator, which the trainer has seeded."
         raise NotImplementedError
 
-    def build_optimizer(self,
-        params,  # parameters that require gradients
-        **kw,  # lr, weight_decay and, on a GPU, fused
-    ) -> torch.optim.Optimizer:
-        "The optimizer; raises `UserError` for an unknown name."
+    def optimizer_class(self) -> type:
+        "The class of the optimizer; raises `UserError` for an unknown name."
         cls = getattr(torch.optim, self.optimizer, None)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)): raise UserError(f"optimizer={self.optimizer!r} is no class of torch.optim; try AdamW, Adam or SGD")
-        return cls(params, **kw)
+        return cls
+
+    def build_optimizer(self,
+        params,  # parameters that require gradients
+        **kw,  # lr, weight_decay where there is one, and fused where the class has it
+    ) -> torch.optim.Optimizer:
+        "The optimizer."
+        return self.optimizer_class()(params, **kw)
 
     def dataset(self):
         "The training samples: `dataset[(index, seed)]` → dict with the key `case`; or a plain list of such."

@@ -44,7 +44,7 @@ class Rate:
         taken:int,  # optimizer steps taken, ≥ 0
     ) -> float:
         "The schedule's multiplier."
-        k = self.knobs
+        k = self.knobs.now
         return self.shape(taken) if self.shape else multiplier(k.schedule, taken, k.horizon, k.warmup, k.lr_floor)
 
     def __call__(self,
@@ -52,7 +52,7 @@ class Rate:
     ) -> float:  # learning rate of the next step
         "The learning rate: requested value × min(1, m(taken) / m at the request)."
         m = self.multiplier(taken)
-        return self.knobs.lr * (min(1.0, m / self.anchor) if self.anchor > 0 else 1.0)
+        return self.knobs.now.lr * (min(1.0, m / self.anchor) if self.anchor > 0 else 1.0)
 
     def rebase(self,
         taken:int,  # optimizer steps taken when the rate was requested

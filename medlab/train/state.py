@@ -7,6 +7,7 @@ __all__ = ['build', 'state_of', 'restore', 'recipe_of', 'load_model']
 
 # %% ../../nbs/48_state.ipynb #07b04058
 import importlib
+import inspect
 
 import torch
 
@@ -28,7 +29,8 @@ def build(
         torch.manual_seed(derive_seed(recipe.seed, "model"))
         model = recipe.build_model().to(device)
     kw = dict(lr=knobs.lr) | ({"weight_decay": knobs.weight_decay} if knobs.weight_decay else {})
-    if device.type == "cuda": kw |= dict(lr=torch.tensor(knobs.lr, device=device), fused=True)
+    if "fused" in inspect.signature(recipe.optimizer_class()).parameters:  # one pass over the weights, on the CPU too
+        kw |= dict(fused=True, lr=torch.tensor(knobs.lr, device=device) if device.type == "cuda" else knobs.lr)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained: raise UserError("no parameter of the model requires a gradient: there is nothing to train")
     optimizer = recipe.build_optimizer(trained, **kw)

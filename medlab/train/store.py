@@ -192,6 +192,9 @@ class Store:
         self._due = 0.0
         self.write("SELECT 1").result()
 
+    @property
+    def closed(self) -> bool: "Whether `close` was called."; return self._stop.is_set()
+
     def _take(self):
         try: ops = [self._ops.get(timeout=self.poll)]
         except queue.Empty: return []

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import medlab
-from ..core import UserError
+from ..core import UserError, derive_seed
 from .checkpoint import Checkpoints
 from .controls import Controls
 from .knobs import Change, Fixes, Mailbox, Switch
@@ -65,7 +65,8 @@ class Trainer(Loop):
         self.store = Store(self.path / "run.db", on_rows=lambda names, rows: self.sinks.log_rows(names, rows))
         self.run, self.sinks = Run(self.path), SafeSinks(sinks, lambda name, text: self.event("sink", f"{name}: {text}", "warning"))
         self.number = self.cursor = self.accumulated = 0
-        self.lock, self.thread, self.error, self.last = threading.RLock(), None, None, {}
+        self.mem, self.base = None, derive_seed(recipe.seed, "prepare") >> 32 << 31
+        self.lock, self.thread, self.error, self.row = threading.RLock(), None, None, ((), ())
         self._stop, self._pause, self._frame, self._times = threading.Event(), threading.Event(), None, None
         try: self._build(stored, knobs)
         except BaseException: self.close(); raise
@@ -170,8 +171,10 @@ class Trainer(Loop):
         "Stop, write everything and let go of the run directory."
         self._stop.set()
         if self.thread and self.thread is not threading.current_thread(): self.thread.join()
-        self.store.close()
+        if self.store.closed: return
+        self.store.flush()  # hands the last rows to the sinks, whose faults at the end are events still
         self.sinks.close()
+        self.store.close()
         self.run.close()
         self.held.release()
 
