@@ -85,6 +85,7 @@ def strict(
 
     @functools.wraps(init)
     def checked(self, *args, **kwargs):
+        "The constructor, behind a check of the names."
         for k in kwargs:
             if k not in known: raise UnknownName(f"key of {cls.__name__}", k, known)
         init(self, *args, **kwargs)

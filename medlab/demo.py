@@ -39,8 +39,8 @@ def bright_planes(
     image:np.ndarray,  # (z, y, x)
     brain:np.ndarray,  # (z, y, x) bool
 ) -> tuple:  # voxel (z, y, x)
-    "The plane along each axis that holds most of the brain's brightest 2 %: in FLAIR, where the lesions are."
-    top = brain & (image >= np.percentile(image[brain], 98))
+    "The plane along each axis that holds most of the brain's brightest 0.2 %: in FLAIR, where lesions are."
+    top = brain & (image >= np.percentile(image[brain], 99.8))
     return tuple(int(top.sum(tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3))
 
 
@@ -67,9 +67,9 @@ def draw_curves(
     run,  # a Run
     names=("loss", "lr", "grad_norm", "scale", "mem_gb", "step_time"),  # metrics
 ):  # figure
-    "The curves of a run, with its changes as marks."
+    "The curves of a run, with its changes as marks; what jitters is averaged over a fortieth of the steps."
     marks = [(c.applied_step, ", ".join(f"{k} → {v}" for k, v in c.new.items())) for c in run.changes() if c.state == "applied"]
-    return show_curves(run.metrics(*names, points=2000), marks, smooth=0.95)
+    return show_curves(run.metrics(*names, points=2000), marks, smooth=max(0, 1 - 40 / max(run.step, 1)))
 
 
 def run_demo(

@@ -28,9 +28,15 @@ def plain(
     return text.replace("$", r"\$")
 
 # %% ../nbs/02_pictures.ipynb #d727ef5d
+def _page(fig):
+    from PIL import Image
+    fig.savefig(out := io.BytesIO(), format="png", dpi=fig.dpi)
+    return Image.open(out).convert("RGB")
+
+
 def _png(fig):
-    out = io.BytesIO()
-    fig.savefig(out, format="png", dpi=fig.dpi)
+    page, out = _page(fig), io.BytesIO()
+    (page if np.ptp(page, -1).any() else page.convert("L")).save(out, "png", optimize=True)
     return out.getvalue()
 
 
@@ -97,8 +103,7 @@ PLANES = dict(axial=(0, 1, 2, "LRPA"), coronal=(1, 0, 2, "LRIS"), sagittal=(2, 0
 
 def _panels(shape, spacing, columns, planes, size, top=0.3, right=0.0):
     "A figure, and its axes as rows of columns; every panel has the proportions of the volume in mm."
-    for p in planes:
-        if p not in PLANES: raise UnknownName("plane", p, PLANES)
+    if unknown := [p for p in planes if p not in PLANES]: raise UnknownName("plane", unknown[0], PLANES)
     mm, left, gap = np.multiply(shape, spacing), 0.3, 0.08
     sides = [mm[[PLANES[p][2], PLANES[p][1]]] * size / mm.max() for p in planes]
     wide, W = max(w for w, _ in sides), left + columns * (max(w for w, _ in sides) + gap) + right
@@ -177,8 +182,7 @@ def _difference(prediction, truth, mask):
 
 def _bar(fig, image, ax, limit, beyond):
     box, inch = ax.get_position(), 1 / fig.get_figwidth()
-    cax = fig.add_axes((box.x1 + 0.1 * inch, box.y0 + 0.1 * box.height, 0.1 * inch, 0.8 * box.height))
-    bar = fig.colorbar(image, cax=cax, ticks=(-limit, 0, limit), extend="both" if beyond else "neither")
+    bar = fig.colorbar(image, cax=fig.add_axes((box.x1 + 0.1 * inch, box.y0 + 0.1 * box.height, 0.1 * inch, 0.8 * box.height)), ticks=(-limit, 0, limit), extend="both" if beyond else "neither")
     bar.ax.set_yticklabels([f"−{limit:.2g}", "0", f"+{limit:.2g}"], fontsize=8)
     bar.outline.set(color="0.75", linewidth=0.6)
 
@@ -257,8 +261,7 @@ def _curve(ax, c, smooth):
 
 def _scale(ax, c, log):
     "Set the y axis; what there is to say about the panel."
-    values = np.r_[c.low, c.high]
-    values, below = values[np.isfinite(values)], int((c.low <= 0).sum())
+    values, below = c.low[np.isfinite(c.low)], int((c.low <= 0).sum())
     if log and len(values) and not below: ax.set_yscale("log")
     return [f"linear axis: {below} ≤ 0"] * bool(log and below) + [f"{c.n_bad} not finite"] * bool(c.n_bad) + ["no finite value"] * (not len(values))
 
@@ -296,8 +299,8 @@ def _dress(ax, marks, labels, steps):
     for step, label in marks:
         ax.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1, gid="mark")
         late = step > 0.9 * ax.get_xlim()[1] + 0.1 * ax.get_xlim()[0]
-        if labels: ax.annotate(plain(label, 24), (step, 0.97), (-3 if late else 3, 0), ax.get_xaxis_transform(), "offset points", rotation=90, ha="right" if late else "left", va="top", fontsize=8, color="0.25",
-            path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
+        style = dict(rotation=90, ha="right" if late else "left", va="top", fontsize=8, color="0.25", path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
+        if labels: ax.annotate(plain(label, 24), (step, 0.97), (-3 if late else 3, 0), ax.get_xaxis_transform(), "offset points", **style)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set(color="0.6", linewidth=0.8)
     ax.tick_params(labelsize=8, color="0.6", which="both")
@@ -308,8 +311,7 @@ def stack(
     *figures,  # from the top downwards, at least one; the result has the first one's resolution
 ):  # matplotlib.figure.Figure
     "Figures one above the other, as one picture."
-    from matplotlib.image import imread
-    pages = [imread(io.BytesIO(_png(f))) for f in figures]
+    pages = [np.asarray(_page(f)) for f in figures]
     high, wide, dpi = sum(map(len, pages)), max(p.shape[1] for p in pages), figures[0].dpi
     fig = _figure(figsize=(wide / dpi, high / dpi), dpi=dpi)
     for p in pages: fig.figimage(p, 0, high := high - len(p), origin="upper")

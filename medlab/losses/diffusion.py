@@ -246,6 +246,7 @@ def ancestral_sample(
     schedule:Schedule,
     prediction:str="epsilon",  # one of PREDICTIONS
     generator:torch.Generator=None,  # on the CPU for the same noise on any device; None: torch's own
+    trace:list=None,  # receives the times visited; None: off
 ) -> Tensor:  # x0, shape of x_T
     "All T steps of ancestral sampling (Ho et al. 2020, alg. 2) with the posterior's variance (eq. 7): DDIM with η = 1."
-    return ddim_sample(predict, x_T, schedule, range(schedule.T), prediction, 1.0, generator)
+    return ddim_sample(predict, x_T, schedule, range(schedule.T), prediction, 1.0, generator, trace)

@@ -73,11 +73,12 @@ class FastDDPM(Recipe):
         "The channels, in order."
         return tuple(self.names or BRATS)
 
-    def initial_knobs(self): return dict(accumulate=4)
+    def initial_knobs(self): "Micro-batches of one, four to a step, as in the paper."; return dict(accumulate=4)
 
     # data
 
     def setup(self, split=None):
+        "Find, check and split the cases, see `Recipe.setup`."
         cases, self.ranges, quarantined = self._cases()
         self.cases = {c.name: c for c in cases}
         self.split = Split(**split) if split else split_cases(self.cases, self.seed, self.val, self.test, **({} if self.data_root else dict(group=str)))
@@ -86,6 +87,7 @@ class FastDDPM(Recipe):
         return dict(split=asdict(self.split), quarantined=quarantined, ranges={m: [r.lo, r.hi] for m, r in self.ranges.items()})
 
     def remember(self, info):
+        "Take over split and ranges of a run."
         self.ranges, self.split, self.cases = {m: Range(*r) for m, r in info["ranges"].items()}, Split(**info["split"]), {}
 
     def _cases(self):
@@ -95,7 +97,7 @@ class FastDDPM(Recipe):
             return cases, _ranges(inspect_cases(cases[:4]), self.modalities), []
         checks = inspect_cases(find_cases(self.data_root, self.names)[:self.limit or None], self.resample, at_least=2, required=() if self.target == "any" else (self.target,))
         sound, bad = [c for c in checks if not c.reason], [[c.case.name, c.reason] for c in checks if c.reason]
-        if not sound: raise UserError(f"none of the {len(checks)} cases in {self.data_root!r} can be used: " + "; ".join(f"{n}: {r}" for n, r in bad[:5]))
+        if not sound: raise UserError(f"none of the {len(checks)} cases in {self.data_root!r} can be used: " + "; ".join(f"{n}: {r}" for n, r in bad[:5]) + ("; resample=True puts differing grids on the first one" if any("grids differ" in r for _, r in bad) else ""))
         return [c.case for c in sound], _ranges(sound, self.modalities), bad
 
     def data(self,
@@ -104,11 +106,12 @@ class FastDDPM(Recipe):
         "A dataset of some of the cases."
         return ModalityDataset([self.cases[n] for n in names], self.modalities, self.image_size, self.mode, int(self.cache_gb * 2**30), self.resample)
 
-    def dataset(self): return self.data(self.split.train)
+    def dataset(self): "The training cases as samples."; return self.data(self.split.train)
 
     # network and losses
 
     def build_model(self):
+        "MONAI's diffusion U-Net in 3D."
         from monai.networks.nets import DiffusionModelUNet
         n = len(self.channels)
         return DiffusionModelUNet(spatial_dims=3, in_channels=len(self.modalities), out_channels=1, channels=self.channels, num_res_blocks=(self.num_res_blocks,) * n,
@@ -171,10 +174,12 @@ def _denoiser(recipe, model, condition, channel):
     device = next(model.parameters()).device
 
     def whole(image, t):
+        "The network's output for images of its own size."
         n = len(image)
         return recipe.output(model, image, t.expand(n).to(device), torch.full((n,), channel, device=device))
 
     def predict(x_t, t):
+        "The same for an image of any size, in patch mode."
         image = condition.clone()
         image[:, channel] = x_t
         if recipe.mode == "resize": return whole(image, t[:1])
@@ -228,6 +233,7 @@ def predict_case(
     "Synthesize a modality of a case; the case's own file of it, if there is one, is not looked at."
     case, modality = _choose(recipe, case, modality)
     loaded = ModalityDataset([case], recipe.modalities, recipe.image_size, "resize", 0, recipe.resample).load(0, hide=(modality,))
+    if modality not in recipe.ranges: raise UserError(f"{modality!r} was in no case of the run, so it was never learned; it can synthesize {', '.join(recipe.ranges)}")
     if not loaded.available.any(): raise UserError(f"case {case.name!r} has no modality other than {modality!r} to synthesize it from")
     return to_volume(loaded, synthesize(recipe, model, _fit(recipe, loaded.image), modality, **options), modality, recipe.ranges.get(modality))
 

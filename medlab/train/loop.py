@@ -35,6 +35,7 @@ def interrupts(
     if threading.current_thread() is not threading.main_thread(): yield; return
 
     def handle(number, frame):
+        "Ask once, and give the signals back."
         stop()
         for s, old in before.items(): signal.signal(s, old)
 

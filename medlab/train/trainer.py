@@ -132,9 +132,10 @@ class Trainer(Loop):
         return self
 
     def start(self,
-        steps:int=None, until:int=None,  # as in `fit`
+        steps:int=None, until:int=None,  # as in `fit`; neither: until `stop`
     ):
         "Train in a worker thread; returns at once."
+        if steps is None and until is None: until = 10**12
         target = self._target(steps, until)
         self.thread = threading.Thread(target=self._worker, args=(target,), name="medlab-trainer", daemon=True)
         self.thread.start()
