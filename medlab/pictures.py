@@ -288,19 +288,19 @@ def show_curves(
         notes = _scale(ax, c, name in log)
         ax.set_title(plain(name, 28), loc="left", fontsize=10)
         ax.set_title(", ".join(notes), loc="right", fontsize=8, color=BAD if c.n_bad else MUTED)
-        ax.set(xlim=(first - pad, last + pad))
-        _dress(ax, marks, labels=i == 0, steps=i >= len(columns) - n)
+        ax.set(xlim=(first - pad, last + pad), ylim=ax.get_ylim())
+        _dress(ax, marks, c, labels=i == 0, steps=i >= len(columns) - n)
     return fig
 
 
-def _dress(ax, marks, labels, steps):
-    "Vertical lines, their labels, and axes that stand back."
+def _dress(ax, marks, c, labels, steps):
+    "Vertical lines, their labels where the curve leaves room, and axes that stand back."
     from matplotlib import patheffects
     for step, label in marks:
         ax.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1, gid="mark")
-        late = step > 0.9 * ax.get_xlim()[1] + 0.1 * ax.get_xlim()[0]
-        style = dict(rotation=90, ha="right" if late else "left", va="top", fontsize=8, color="0.25", path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
-        if labels: ax.annotate(plain(label, 24), (step, 0.97), (-3 if late else 3, 0), ax.get_xaxis_transform(), "offset points", **style)
+        x, y = ax.transAxes.inverted().transform(ax.transData.transform((step, np.interp(step, c.step, c.low) if len(c.step) else 1)))
+        style = dict(rotation=90, ha="right" if x > 0.9 else "left", va="bottom" if y > 0.5 else "top", fontsize=8, color="0.25", path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
+        if labels: ax.annotate(plain(label, 24), (step, 0.03 if y > 0.5 else 0.97), (-3 if x > 0.9 else 3, 0), ax.get_xaxis_transform(), "offset points", **style)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set(color="0.6", linewidth=0.8)
     ax.tick_params(labelsize=8, color="0.6", which="both")

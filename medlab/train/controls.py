@@ -17,19 +17,36 @@ from .knobs import Change, Knobs
 class Controls:
     "Applies changes between steps, reads them back after the step, reverts what does not hold."
 
-    def __init__(self, trainer): self.trainer, self.open = trainer, []
+    def __init__(self, trainer): self.trainer, self.open, self.anchor = trainer, [], 1.0
+
+    def enforce(self):
+        "Bring every knob that lives in other objects into them, at the start and after a checkpoint was read."
+        t = self.trainer
+        set_weight_decay(t.optimizer, t.knobs.weight_decay)
+        for k in sorted(t.knobs.class_traits().keys() - Knobs.class_traits().keys()): t.recipe.apply(k, getattr(t.knobs, k), t.model)
 
     def apply(self,
         change:Change,  # taken from the mailbox
     ):
         "Put the new values in force."
         t, knobs = self.trainer, self.trainer.knobs
-        change.old = {k: getattr(knobs, k) for k in change.requested}
+        if not self.open: self.anchor = t.rate.anchor
+        change.old = {k: getattr(knobs, k) for k in change.requested} | self._supersede(change)
         change.applied_step = t.number + 1
         try: self.put(change.requested)
         except Exception as e: self._revert(change, f"{type(e).__name__}: {e}"); return
         self.open.append(change)
         t.step.probing = True
+
+    def _supersede(self, change):
+        "What is asked for again before a step used it was never in force: the later request counts. Values before the earlier one."
+        before = {}
+        for c in list(self.open):
+            again = sorted(c.old.keys() & change.requested.keys())
+            before |= {k: c.old.pop(k) for k in again}
+            if again: c.reason = f"{', '.join(again)}: asked for again before a step used it"
+            if not c.old: self.open.remove(c); c.state = "refused"; self.trainer.mailbox.finish(c)
+        return before
 
     def put(self, values):
         "Set knobs and bring them into the objects that use them."
@@ -48,7 +65,7 @@ class Controls:
     def _read(self, knob):
         t, value = self.trainer, getattr(self.trainer.knobs, knob)
         if knob == "lr": return t.optimizer.param_groups[0]["lr"] / t.optimizer.param_groups[0].get("lr_scale", 1.0)
-        if knob == "weight_decay": return t.optimizer.param_groups[0]["weight_decay"] / t.optimizer.param_groups[0].get("decay_scale", 1.0)
+        if knob == "weight_decay": return max(g.get("weight_decay", 0.0) / g.get("decay_scale", 1.0) for g in t.optimizer.param_groups if g.get("decay_scale", 1.0))
         if knob == "precision": return t.step.observed
         if knob == "accumulate": return t.accumulated
         return value if knob in Knobs.class_traits() else t.recipe.read(knob, t.model, value)
@@ -57,7 +74,7 @@ class Controls:
         "After a step that used the new values: read back, and finish or revert."
         changes, self.open, self.trainer.step.probing = self.open, [], False
         for c in changes:
-            c.new = {k: self.read(k) for k in c.requested}
+            c.new = {k: self.read(k) for k in c.old}
             wrong = {k: v for k, v in c.new.items() if not same(v, c.requested[k])}
             if wrong: self._revert(c, f"asked for {({k: c.requested[k] for k in wrong})}, read back {wrong}")
             else:
@@ -67,6 +84,7 @@ class Controls:
 
     def _revert(self, change, reason):
         self.put(change.old)
+        if "lr" in change.old: self.trainer.rate.anchor = self.anchor  # the rate as it was, schedule included
         change.state, change.verified, change.reason = "reverted", False, reason
         self.trainer.mailbox.finish(change)
         self.trainer.event("revert", f"step {change.applied_step}: {change.requested} was reverted: {reason}", "warning", source=change.source)
@@ -85,5 +103,6 @@ def set_weight_decay(
     value:float,  # ≥ 0
 ):
     "Set the weight decay of every group, times the group's own `decay_scale`; raises `UserError` where the optimizer has none."
-    if not all("weight_decay" in g for g in optimizer.param_groups): raise UserError(f"{type(optimizer).__name__} has no weight_decay")
-    for g in optimizer.param_groups: g["weight_decay"] = value * g.get("decay_scale", 1.0)
+    if value and not all("weight_decay" in g for g in optimizer.param_groups): raise UserError(f"{type(optimizer).__name__} has no weight_decay; leave it at 0, or take AdamW")
+    for g in optimizer.param_groups:
+        if "weight_decay" in g: g["weight_decay"] = value * g.get("decay_scale", 1.0)

@@ -75,6 +75,7 @@ class Guarded(Dataset):
     def __init__(self,
         dataset,  # `dataset[(index, seed)]` → dict with the key "case"; or a plain list of such
     ):
+        if not len(dataset): raise UserError("the dataset holds no sample; recipe.dataset() must have at least one")
         self.dataset, self.plain = dataset, isinstance(dataset, (list, tuple))
 
     def __len__(self): return len(self.dataset)
@@ -165,6 +166,12 @@ class Recipe:
 
     name = "recipe"
     Knobs = Knobs
+    least = dict(batch_size=1, workers=0)  # smallest value of numeric fields; an integer here asks for integers
+
+    def __post_init__(self):
+        for k, low in self.least.items():
+            v, kinds = getattr(self, k), int if isinstance(low, int) else (int, float)
+            if isinstance(v, bool) or not isinstance(v, kinds) or not v >= low: raise UserError(f"{k}={v!r} must be {'an integer' if kinds is int else 'a number'} ≥ {low}")
 
     def config(self) -> dict:
         "The configuration, to be stored with the run."
@@ -194,17 +201,19 @@ class Recipe:
         raise NotImplementedError
 
     def optimizer_class(self) -> type:
-        "The class of the optimizer; raises `UserError` for an unknown name."
-        cls = getattr(torch.optim, self.optimizer, None)
+        "The class of the optimizer; raises `UserError` for one that is unknown, needs a closure or takes sparse gradients only."
+        cls = getattr(torch.optim, str(self.optimizer), None)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)): raise UserError(f"optimizer={self.optimizer!r} is no class of torch.optim; try AdamW, Adam or SGD")
+        if self.optimizer in ("Optimizer", "LBFGS", "SparseAdam"): raise UserError(f"optimizer={self.optimizer!r} cannot take a plain step on dense gradients; try AdamW, Adam or SGD")
         return cls
 
     def build_optimizer(self,
         params,  # parameters that require gradients
-        **kw,  # lr, weight_decay where there is one, and fused where the class has it
+        **kw,  # lr, and fused where the class has it
     ) -> torch.optim.Optimizer:
-        "The optimizer."
-        return self.optimizer_class()(params, **kw)
+        "The optimizer; weight decay is set on its groups afterwards. Raises `UserError` where it refuses the parameters, as Muon does those of convolutions."
+        try: return self.optimizer_class()(params, **kw)
+        except (TypeError, ValueError) as e: raise UserError(f"optimizer={self.optimizer!r} does not take this network: {e}; try AdamW, Adam or SGD") from e
 
     def dataset(self):
         "The training samples: `dataset[(index, seed)]` → dict with the key `case`; or a plain list of such."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'Series', 'raw_series', 'reduce_series', 'void_after', 'read_series', 'hold', 'is_live', 'Event',
-           'ChangeRecord', 'Run', 'write_columns']
+           'ChangeRecord', 'run_or_fault', 'Run', 'write_columns']
 
 # %% ../../nbs/40_run.ipynb #263a076b
 import html
@@ -109,7 +109,9 @@ def _steps(db, chunk):
 def _join(name, parts):
     if not parts: return raw_series(name, np.empty(0, np.int64), np.empty(0), np.empty(0, np.uint8))
     *columns, status = zip(*parts)
-    return Series(name, *map(np.concatenate, columns), None if status[0] is None else np.concatenate(status))
+    columns = [*map(np.concatenate, columns), *([] if status[0] is None else [np.concatenate(status)])]
+    if (np.diff(columns[0]) < 0).any(): columns = [c[np.argsort(columns[0], kind="stable")] for c in columns]  # two frames hold it
+    return Series(name, *columns)
 
 # %% ../../nbs/40_run.ipynb #ffe74c12
 def _acquire(path, timeout=0):
@@ -174,6 +176,21 @@ class ChangeRecord:
 
 def _loads(text): return None if text is None else json.loads(text)
 
+
+def _check(db, path):
+    try: whole = db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone()
+    except sqlite3.OperationalError: raise  # such as a lock: nothing that a user could mend
+    except sqlite3.DatabaseError as e: raise UserError(f"{path / 'run.db'} is damaged ({e}); put it back from a copy, or start a new run") from e
+    if not whole: raise UserError(f"{path / 'run.db'} holds no run: its process died before it made one; remove the folder")
+
+
+def run_or_fault(
+    path,  # run directory
+):  # `Run`, or the `UserError` that says why it cannot be read
+    "A run that may be damaged."
+    try: return Run(path)
+    except UserError as e: return e
+
 # %% ../../nbs/40_run.ipynb #aab566b5
 class Run:
     "A run directory: read its telemetry, events and changes, and ask its trainer for changes."
@@ -184,6 +201,7 @@ class Run:
         self.path = Path(path)
         if not (self.path / "run.db").is_file(): raise UserError(f"{str(path)!r} is no run directory (it has no run.db); Run.list(root) shows those that are")
         self._db, self._lock = sqlite3.connect(self.path / "run.db", timeout=30, isolation_level=None, check_same_thread=False), threading.Lock()
+        _check(self._db, self.path)
         self._db.execute("PRAGMA synchronous=FULL")
 
     @property
@@ -266,8 +284,8 @@ class Run:
         root="runs",  # folder of run directories
     ) -> list:  # of Run, oldest first; those whose database cannot be read are left out of it and named by `medlab runs`
         "The runs below a folder."
-        found = [Run(p.parent) for p in Path(root).glob("*/run.db")]
-        return sorted(found, key=lambda r: (r.meta.get("created", 0), r.name))
+        found = [run_or_fault(p.parent) for p in Path(root).glob("*/run.db")]
+        return sorted([r for r in found if isinstance(r, Run)], key=lambda r: (r.meta.get("created", 0), r.name))
 
     def close(self): "Close the reading connection."; self._db.close()
 

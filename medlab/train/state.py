@@ -28,7 +28,7 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "model"))
         model = recipe.build_model().to(device)
-    kw = dict(lr=knobs.lr) | ({"weight_decay": knobs.weight_decay} if knobs.weight_decay else {})
+    kw = dict(lr=knobs.lr)
     if "fused" in inspect.signature(recipe.optimizer_class()).parameters:  # one pass over the weights, on the CPU too
         kw |= dict(fused=True, lr=torch.tensor(knobs.lr, device=device) if device.type == "cuda" else knobs.lr)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -58,8 +58,13 @@ def restore(
     if own != theirs:
         k = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
         raise UserError(f"the checkpoint is of another network: {len(k)} tensors differ, the first is {k[0]!r} ({theirs.get(k[0], 'absent')} in the checkpoint, {own.get(k[0], 'absent')} in the model)")
+    own, theirs = (o["param_groups"][0].keys() if o["param_groups"] else () for o in (trainer.optimizer.state_dict(), state["optimizer"]))
+    if own != theirs: raise UserError(f"the checkpoint is of another optimizer than {type(trainer.optimizer).__name__}: its settings are {', '.join(sorted(theirs))}")
+    if state["seed"] != trainer.recipe.seed: raise UserError(f"the run has seed {state['seed']}, the recipe {trainer.recipe.seed}; order and noise follow from it, so take the run's")
     trainer.model.load_state_dict(state["model"])
+    kept = [{k: g[k] for k in ("lr", "fused") if k in g} for g in trainer.optimizer.param_groups]  # these belong to the device
     trainer.optimizer.load_state_dict(state["optimizer"])
+    for g, k in zip(trainer.optimizer.param_groups, kept): g.update(k)
     s = trainer.step
     s.scaler.load_state_dict(state["scaler"])
     if state["average"]:

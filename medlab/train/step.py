@@ -15,7 +15,7 @@ import torch
 from ..core import derive_seed
 from ..numerics import finite_report
 from .average import Average, weight_at
-from .gradients import cause, clip_limit, exact_norm, quick_norm, without_gradient
+from .gradients import cause, check_losses, clip_limit, exact_norm, quick_norm, without_gradient
 from .knobs import Knobs
 
 # %% ../../nbs/42_step.ipynb #a1058549
@@ -96,7 +96,9 @@ class Step:
         if self.device.type == "cuda": torch.cuda.manual_seed(seed)
         with autocast(self.knobs.now.precision, self.device):
             if self.probing: self.observed = _precision(self.device)
-            return {k: v.float() for k, v in self.losses(self.model, batch).items()}
+            out = self.losses(self.model, batch)
+        if not self.audited: check_losses(out, _size(batch))
+        return {k: v.float() for k, v in out.items()}
 
     def _micro(self, i, batch, expected):
         start = time.perf_counter()
