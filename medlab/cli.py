@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'RUN_KEYS', 'SHORT', 'COMMANDS', 'recipe_class', 'train_parser', 'field_names', 'known_keys', 'read_yaml',
-           'normal_options', 'options', 'yaml_knob', 'checked_fields', 'free_name', 'sinks_of', 'train',
-           'stored_recipe', 'predict', 'runs', 'check', 'lab', 'demo', 'usage', 'main']
+           'normal_options', 'plain', 'checked_run', 'options', 'yaml_knob', 'checked_fields', 'free_name', 'sinks_of',
+           'train', 'stored_recipe', 'predict', 'one_folder', 'runs', 'check', 'lab', 'demo', 'usage', 'main']
 
 # %% ../nbs/70_cli.ipynb #d313b561
 import importlib
+import re
 import subprocess
 import sys
 import traceback
@@ -24,7 +25,7 @@ from .core import UnknownName, UserError, optional
 
 # %% ../nbs/70_cli.ipynb #0423ddea
 RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"))
-RUN_KEYS = ("run", "steps", "device", "threads")  # keys that belong to the run rather than to the recipe or its knobs
+RUN_KEYS = dict(run=str, steps=int, device=str, threads=int)  # keys that belong to the run rather than to the recipe or its knobs
 SHORT = dict(gradient_accumulation_steps="accumulate")  # another name for a knob
 
 
@@ -93,17 +94,37 @@ def normal_options(
     return out
 
 
+def plain(
+    error:Exception,  # of jsonargparse
+) -> str:  # one line
+    "What jsonargparse complains about, in a user's words."
+    text = " ".join(str(error).split())
+    key, value, kinds = re.search(r'Parser key "(\w+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text), re.findall(r"Expected an? <class '(\w+)'>", text)
+    if not (key and value and kinds): return text
+    return f"{key[1]}={value[1]} must be of type {' or '.join(dict.fromkeys(k for k in kinds if k != 'NoneType'))}"
+
+
+def checked_run(
+    merged:dict,  # keys and values from YAML and the command line
+) -> dict:
+    "The same, after a look at the keys that belong to the run."
+    for k in RUN_KEYS.keys() & merged.keys():
+        v, kind = merged[k], RUN_KEYS[k]
+        if not isinstance(v, kind) or isinstance(v, bool) or not v or (kind is int and v < 1): raise UserError(f"{k}={v!r} must be {'an integer ≥ 1' if kind is int else 'a text'}")
+    return merged
+
+
 def options(
     cls:type,  # the recipe
     argv,  # options as they were typed
 ):  # (recipe fields, knobs, the rest)
     "Merge command line and YAML; raises `UserError` for anything that does not fit."
     try: given = train_parser(cls).parse_args(normal_options(argv, known_keys(cls)))
-    except jsonargparse.ArgumentError as e: raise UserError(" ".join(str(e).split())) from e
-    file = read_yaml(given.config, cls) if given.config else {}
+    except jsonargparse.ArgumentError as e: raise UserError(plain(e)) from e
+    file = {} if given.config is None else read_yaml(given.config, cls)
     traits = cls.Knobs.class_traits()
     typed = {k: v for k, v in given.items() if v is not None and k in (*field_names(cls), *RUN_KEYS)}
-    merged = {k: v for k, v in file.items() if k not in traits} | typed
+    merged = checked_run({k: v for k, v in file.items() if k not in traits} | typed)
     knobs = {k: yaml_knob(cls, k, v) for k, v in file.items() if k in traits}
     for k in traits:
         if given.get(k) is not None: knobs |= cls.Knobs.parse(f"{k}={given[k]}")
@@ -122,7 +143,7 @@ def checked_fields(cls, fields):
     p, hints = jsonargparse.ArgumentParser(exit_on_error=False), typing.get_type_hints(cls)
     for name in fields: p.add_argument("--" + name, type=hints[name] if fields[name] is not None else typing.Optional[hints[name]])
     try: return dict(p.parse_object(fields))
-    except jsonargparse.ArgumentError as e: raise UserError(" ".join(str(e).split())) from e
+    except jsonargparse.ArgumentError as e: raise UserError(plain(e)) from e
 
 # %% ../nbs/70_cli.ipynb #af00b374
 def free_name(
@@ -133,11 +154,13 @@ def free_name(
     return next(p for i in range(1, 10**6) if not (p := Path(root) / f"{recipe}-{i}").exists())
 
 
-def sinks_of(rest, name, config):
+def sinks_of(rest, config):
     "The copies of telemetry that were asked for."
     from medlab.train.sinks import TensorBoardSink, WandbSink
-    made = [TensorBoardSink(rest["tensorboard"])] if rest.get("tensorboard") else []
-    return made + ([WandbSink("medlab", Path(rest["run"]), config)] if rest.get("use_wandb") else [])
+    try:
+        made = [TensorBoardSink(rest["tensorboard"])] if rest.get("tensorboard") else []
+        return made + ([WandbSink("medlab", Path(rest["run"]), config)] if rest.get("use_wandb") else [])
+    except OSError as e: raise UserError(f"cannot write to {e.filename}: {e.strerror}; choose another folder") from e
 
 
 def train(
@@ -150,35 +173,35 @@ def train(
         if {"-h", "--help"} & {*argv}: print(f"usage: medlab train RECIPE [options]; recipes: {', '.join(RECIPES)}; medlab train RECIPE --help shows the options"); return 0
         raise UserError(f"which recipe? medlab train {'|'.join(RECIPES)} [options], or medlab train --resume RUN")
     from medlab.train.run import Run
+    from medlab.train.state import recipe_of
     from medlab.train.trainer import Trainer
     name = name or stored_recipe(argv)
     fields, knobs, rest = options(recipe_class(name), argv)
     target = rest.get("steps")
-    if rest.get("resume"):
-        if fields or rest.get("debug"): raise UserError(f"the configuration of a resumed run is the stored one; leave out {', '.join(fields) or 'debug'} (knobs may change: --set lr=2e-4)")
+    if resumed := rest["resume"] is not None:
+        fixed = [*fields, *(k for k in ("debug", "run") if rest.get(k))]
+        if fixed: raise UserError(f"the configuration of a resumed run is the stored one; leave out {', '.join(fixed)} (knobs may change: --set lr=2e-4)")
         rest["run"] = rest["resume"]
-        target = target or Run(rest["run"]).meta.get("target")
-        trainer = Trainer.open(rest["run"], device=rest.get("device"), threads=rest.get("threads"), **knobs)
+        recipe, target = recipe_of(rest["run"]), target or Run(rest["run"]).meta.get("target")
     else:
         rest["run"] = rest.get("run") or free_name("runs", name)
         recipe = recipe_class(name)(**({**recipe_class(name).tiny, **fields} if rest["debug"] else fields))
-        trainer = Trainer(recipe, rest["run"], device=rest.get("device"), threads=rest.get("threads"), **knobs)
-    with trainer: return _fit(trainer, target or (20 if rest.get("debug") else 1000), rest)
+    with Trainer(recipe, rest["run"], resumed, rest.get("device"), rest.get("threads"), lambda: sinks_of(rest, recipe.config()), **knobs) as trainer:
+        return _fit(trainer, target or (20 if rest.get("debug") else 1000))
 
 
 def stored_recipe(argv):
     "The name of the recipe of the run after --resume."
-    from medlab.train.run import Run
+    from medlab.train.state import recipe_of
     words = [w for a in argv for w in a.split("=", 1)]
     at = words.index("--resume") + 1
-    if at == len(words): raise UserError("--resume needs the run directory to go on with")
-    cls = Run(words[at]).meta["recipe"][1]
-    return next((n for n, (_, c) in RECIPES.items() if c == cls), cls)
+    if at == len(words) or not words[at]: raise UserError("--resume needs the run directory to go on with")
+    return recipe_of(words[at]).name
 
 
-def _fit(trainer, target, rest):
+def _fit(trainer, target):
     info, n = trainer.info, sum(p.numel() for p in trainer.model.parameters())
-    trainer.sinks.add(sinks_of(rest, trainer.path.name, trainer.recipe.config()))
+
     print(f"{trainer.recipe.name} in {trainer.path}: {n / 1e6:.2f}M parameters, {trainer.knobs.precision} on {trainer.device}, step {trainer.number} → {target}")
     if split := info.get("split"): print("cases: " + ", ".join(f"{k} {len(split[k])}" for k in ("train", "val", "test")) + (f" ({split['note']})" if split.get("note") else ""))
     for case, reason in info.get("quarantined", ()): print(f"quarantined: {case}: {reason}")
@@ -202,7 +225,7 @@ def predict(
     p.add_argument("--seed", type=int, default=0, help="of the noise")
     p.add_argument("--device", type=str, default="cpu", help="torch device")
     try: a = p.parse_args(argv)
-    except jsonargparse.ArgumentError as e: raise UserError(" ".join(str(e).split())) from e
+    except jsonargparse.ArgumentError as e: raise UserError(plain(e)) from e
     from medlab.data.cases import find_cases
     from medlab.train.state import load_model
     if a.samples < 1: raise UserError(f"--samples {a.samples} must be at least 1")
@@ -211,7 +234,7 @@ def predict(
     single = a.output.endswith((".nii", ".nii.gz"))
     if single and len(cases) > 1: raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
     failed = [c.name for c in cases if not _predict_one(recipe, model, c, a, single)]
-    if failed: print(f"{len(failed)} of {len(cases)} cases could not be predicted: {', '.join(failed)}", file=sys.stderr)
+    if failed and len(cases) > 1: print(f"medlab: {len(failed)} of {len(cases)} cases could not be predicted: {', '.join(failed)}", file=sys.stderr)
     return 2 if failed else 0
 
 
@@ -223,14 +246,28 @@ def _predict_one(recipe, model, case, a, single):
         file = Path(a.output) if single else Path(a.output) / f"{case.name}-{volume.name}.nii.gz"
         file.parent.mkdir(parents=True, exist_ok=True)
         print(write_volume(volume, file), volume)
-    except UserError as e: print(f"medlab: {case.name}: {e}", file=sys.stderr); return False
+    except (UserError, OSError) as e:
+        text = str(e) if isinstance(e, UserError) else f"cannot write {e.filename}: {e.strerror}"
+        print("medlab: " + (text if case.name in text else f"case {case.name!r}: {text}"), file=sys.stderr)
+        return False
     return True
 
 # %% ../nbs/70_cli.ipynb #4c1b9486
+def one_folder(
+    argv,  # words after the command
+    default:str,  # where there is none
+) -> Path:
+    "The folder a command was given; raises `UserError` for options and for more than one."
+    if argv[1:] or (argv and argv[0].startswith("-")): raise UserError(f"{' '.join(argv)!r} is not one folder; leave it out for {default!r}")
+    return Path(argv[0] if argv else default)
+
+
 def runs(argv) -> int:
     "List the runs below a folder (default runs)."
-    from medlab.train.run import Run
-    root = Path(argv[0] if argv else "runs")
+    from medlab.train.run import Run, run_or_fault
+    root = one_folder(argv, "runs")
+    for fault in map(run_or_fault, sorted(p.parent for p in root.glob("*/run.db"))):
+        if isinstance(fault, UserError): print(f"medlab: {fault}", file=sys.stderr)
     found = Run.list(root)
     if not found: raise UserError(f"no run below {str(root)!r}; medlab train makes one, medlab runs FOLDER looks elsewhere")
     for r in found:
@@ -246,7 +283,7 @@ def check(argv) -> int:
     p.add_argument("--resample", action="store_true", help="differing grids are a note, not a fault")
     p.add_argument("--names", type=typing.Optional[dict], help='modality → pattern, as in {"t1n": "*_T1.nii.gz"}')
     try: a = p.parse_args(argv)
-    except jsonargparse.ArgumentError as e: raise UserError(" ".join(str(e).split())) from e
+    except jsonargparse.ArgumentError as e: raise UserError(plain(e)) from e
     from medlab.data.cases import preflight
     report = preflight(a.data, a.names, a.resample)
     print(report)
@@ -266,7 +303,7 @@ def lab(argv) -> int:
 def demo(argv) -> int:
     "Train on phantoms and leave a run directory, a predicted volume, a picture and a table (default folder medlab-demo)."
     from medlab.demo import run_demo
-    return run_demo(Path(argv[0] if argv else "medlab-demo"))
+    return run_demo(one_folder(argv, "medlab-demo"))
 
 # %% ../nbs/70_cli.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, runs=runs, check=check, demo=demo, lab=lab)
@@ -287,6 +324,7 @@ def main(
         if not argv or argv[0] in ("-h", "--help"): print(usage()); return 0
         if argv[0] == "--version": print(f"medlab {medlab.__version__}"); return 0
         if argv[0] not in COMMANDS: raise UnknownName("command", argv[0], COMMANDS)
+        if argv[0] in ("runs", "demo", "lab") and {"-h", "--help"} & {*argv[1:]}: print(f"usage: medlab {argv[0]} [FOLDER]: {COMMANDS[argv[0]].__doc__}"); return 0
         return COMMANDS[argv[0]](argv[1:])
     except UserError as e: print(f"medlab: {e}", file=sys.stderr); return 2
     except KeyboardInterrupt: print("medlab: interrupted", file=sys.stderr); return 130

@@ -16,7 +16,7 @@ from ..core import UnknownName, UserError, derive_seed, generator, strict
 from ..data.cases import BRATS, Split, find_cases, inspect_cases, split_cases
 from ..data.modalities import ModalityDataset, Range, resize, to_volume, typical
 from ..data.phantom_cases import PhantomCase
-from ..losses.diffusion import Schedule, add_noise, antithetic, ddim_sample, diffusion_losses, target, time_points
+from ..losses.diffusion import PREDICTIONS, Schedule, add_noise, antithetic, ddim_sample, diffusion_losses, target, time_points
 from ..metrics import apply_linear, fit_linear, psnr, ssim
 from ..train.knobs import Knobs, Real
 from ..train.recipe import Recipe, Table
@@ -27,6 +27,13 @@ class FastDDPMKnobs(Knobs):
     lr = Real(1e-5, 0, 10, above=True, help=Knobs.class_traits()["lr"].help).tag(unit="per step")
     clip_norm = Real(1.0, 0, 1e9, above=True, allow_none=True, help=Knobs.class_traits()["clip_norm"].help).tag(off=None)
     ema = Real(0.999, 0, 1, allow_none=True, help=Knobs.class_traits()["ema"].help).tag(off=None)
+
+
+def _whole(name, values, n=None):
+    "A tuple of positive integers, `n` of them."
+    ok = isinstance(values, (tuple, list)) and len(values) == (n or len(values)) > 0 and all(isinstance(v, int) and v > 0 for v in values)
+    if not ok: raise UserError(f"{name}={values!r} must be {n or 'a few'} positive integers, such as {'(64, 64, 64)' if n else '(64, 128, 256)'}")
+    return tuple(values)
 
 
 @strict
@@ -57,10 +64,13 @@ class FastDDPM(Recipe):
     name, Knobs = "fast_ddpm", FastDDPMKnobs
     tiny = dict(image_size=(16, 16, 16), channels=(8, 16), num_res_blocks=1, norm_groups=8, phantoms=8, limit=8)  # for --debug
 
+    least = Recipe.least | dict(num_res_blocks=1, norm_groups=1, points=1, limit=0, phantoms=1, cache_gb=0.0)
+
     def __post_init__(self):
-        self.image_size, self.channels = tuple(self.image_size), tuple(self.channels)
-        known = ("any", *self.modalities)
-        if self.target not in known: raise UnknownName("target", self.target, known)
+        super().__post_init__()
+        self.image_size, self.channels = _whole("image_size", self.image_size, 3), _whole("channels", self.channels)
+        for what, value, known in (("target", self.target, ("any", *self.modalities)), ("mode", self.mode, ("resize", "patch")), ("prediction", self.prediction, PREDICTIONS)):
+            if value not in known: raise UnknownName(what, value, known)
         factor = 2 ** (len(self.channels) - 1)
         for axis, n in zip("zyx", self.image_size):
             if n % factor: raise UserError(f"image_size {self.image_size} must divide by {factor} along {axis} ({len(self.channels)} levels); try {max(1, round(n / factor)) * factor}")
@@ -218,7 +228,7 @@ def _choose(recipe, case, modality):
         case = found[0]
     missing = [m for m in recipe.modalities if m not in case.modalities]
     modality = modality or (recipe.target if recipe.target != "any" else missing[0] if len(missing) == 1 else None)
-    if modality is None: raise UserError(f"case {case.name!r} lacks {', '.join(missing) or 'nothing'}; say which modality to synthesize: target={' or '.join(missing or recipe.modalities)}")
+    if modality is None: raise UserError(f"case {case.name!r} lacks {', '.join(missing) or 'nothing'}; say which to synthesize: modality={' or '.join(missing or recipe.modalities)}")
     if modality not in recipe.modalities: raise UnknownName("modality", modality, recipe.modalities)
     return case, modality
 

@@ -181,7 +181,7 @@ def _check(db, path):
     try: whole = db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone()
     except sqlite3.OperationalError: raise  # such as a lock: nothing that a user could mend
     except sqlite3.DatabaseError as e: raise UserError(f"{path / 'run.db'} is damaged ({e}); put it back from a copy, or start a new run") from e
-    if not whole: raise UserError(f"{path / 'run.db'} holds no run: its process died before it made one; remove the folder")
+    if not whole: raise UserError(f"{path / 'run.db'} holds no run yet; unless a trainer is starting there, its process died before it made one: remove the folder")
 
 
 def run_or_fault(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from medlab.train.checkpoint import read_state
-from medlab.train.run import Run
+from medlab.train.run import Run, run_or_fault
 
 VICTIM = [sys.executable, str(Path(__file__).with_name("victim.py"))]
 CHANGES = {11: dict(lr=1e-3), 26: dict(precision="bf16", lr=5e-4)}
@@ -46,7 +46,7 @@ def kill_at_step(path, step, changes=None):
     "Start a trainer that would train for long and kill it as soon as its telemetry shows a step."
     process = subprocess.Popen([*VICTIM, str(path), "--until", "100000000", *([repr(changes)] if changes else [])], stderr=subprocess.PIPE)
     end = time.monotonic() + 60
-    while not (path / "run.db").exists() or Run(path).step < step: assert process.poll() is None and time.monotonic() < end; time.sleep(0.01)
+    while not isinstance(r := run_or_fault(path), Run) or r.step < step: assert process.poll() is None and time.monotonic() < end; time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
 
