@@ -86,7 +86,7 @@ def normal_options(
     "Options with underscores, checked against the known names."
     known, out = {*known, "config", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}, []
     for word in argv:
-        if not word.startswith("--"): out.append(word); continue
+        if not word.startswith("--"): out.append(f"[{word}]" if re.fullmatch(r"\d+(,\s*\d+)+", word) else word); continue
         name, *value = word[2:].split("=", 1)
         name = name.replace("-", "_")
         if name not in known: raise UnknownName("option", f"--{name}", [f"--{k}" for k in known])
@@ -186,6 +186,7 @@ def train(
     else:
         rest["run"] = rest.get("run") or free_name("runs", name)
         recipe = recipe_class(name)(**({**recipe_class(name).tiny, **fields} if rest["debug"] else fields))
+    print(f"reading and checking the cases of {recipe.data_root}" if recipe.data_root else "no data_root: synthetic cases (phantoms)", flush=True)
     with Trainer(recipe, rest["run"], resumed, rest.get("device"), rest.get("threads"), lambda: sinks_of(rest, recipe.config()), **knobs) as trainer:
         return _fit(trainer, target or (20 if rest.get("debug") else 1000))
 
@@ -301,9 +302,17 @@ def lab(argv) -> int:
 
 
 def demo(argv) -> int:
-    "Train on phantoms and leave a run directory, a predicted volume, a picture and a table (default folder medlab-demo)."
-    from medlab.demo import run_demo
-    return run_demo(one_folder(argv, "medlab-demo"))
+    "Train on phantoms and leave a run directory, a predicted volume, two pictures and a table (default folder medlab-demo)."
+    p = jsonargparse.ArgumentParser(prog="medlab demo", description=demo.__doc__, exit_on_error=False)
+    p.add_argument("folder", type=str, nargs="?", default="medlab-demo", help="where everything goes")
+    p.add_argument("--steps", type=int, help="of training, default 800")
+    p.add_argument("--threads", type=int, help="CPU threads, default as many as there are cores, one on a busy machine")
+    try: a = p.parse_args(argv)
+    except jsonargparse.ArgumentError as e: raise UserError(plain(e)) from e
+    from medlab.demo import STEPS, run_demo
+    for name in ("steps", "threads"):
+        if getattr(a, name) is not None and getattr(a, name) < 1: raise UserError(f"--{name} {getattr(a, name)} must be at least 1")
+    return run_demo(Path(a.folder), a.steps or STEPS, threads=a.threads)
 
 # %% ../nbs/70_cli.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, runs=runs, check=check, demo=demo, lab=lab)
@@ -324,7 +333,7 @@ def main(
         if not argv or argv[0] in ("-h", "--help"): print(usage()); return 0
         if argv[0] == "--version": print(f"medlab {medlab.__version__}"); return 0
         if argv[0] not in COMMANDS: raise UnknownName("command", argv[0], COMMANDS)
-        if argv[0] in ("runs", "demo", "lab") and {"-h", "--help"} & {*argv[1:]}: print(f"usage: medlab {argv[0]} [FOLDER]: {COMMANDS[argv[0]].__doc__}"); return 0
+        if argv[0] in ("runs", "lab") and {"-h", "--help"} & {*argv[1:]}: print(f"usage: medlab {argv[0]} [FOLDER]: {COMMANDS[argv[0]].__doc__}"); return 0
         return COMMANDS[argv[0]](argv[1:])
     except UserError as e: print(f"medlab: {e}", file=sys.stderr); return 2
     except KeyboardInterrupt: print("medlab: interrupted", file=sys.stderr); return 130

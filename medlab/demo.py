@@ -6,6 +6,7 @@
 __all__ = ['STEPS', 'demo_recipe', 'demo_knobs', 'bright_planes', 'draw_prediction', 'draw_curves', 'run_demo']
 
 # %% ../nbs/69_demo.ipynb #fcd95a83
+import os
 import time
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def draw_prediction(
     modality:str,  # what to synthesize
     at=None,  # voxel (z, y, x) the slices go through; None: `bright_planes` of the truth
     planes=("axial",),  # a row for each: "axial", "coronal", "sagittal"
+    size:float=2.2,  # longest side of a panel, inches, > 0
     **options,  # of `synthesize`
 ):  # figure
     "Inputs, prediction, truth and their difference for one case, in normalized units."
@@ -60,7 +62,7 @@ def draw_prediction(
     made = (volume.data - r.lo) * (2 / (r.hi - r.lo)) - 1
     truth, brain = full.image[c].numpy(), full.brain[0].numpy()
     inputs = {m: full.image[i].numpy() for i, m in enumerate(recipe.modalities) if i != c and full.available[i]}
-    return show_prediction(inputs, made, truth, brain, volume.spacing, at or bright_planes(truth, brain), f"{name}: {modality}", planes)
+    return show_prediction(inputs, made, truth, brain, volume.spacing, at or bright_planes(truth, brain), f"{name}: {modality}, step {trainer.number}", planes, size)
 
 
 def draw_curves(
@@ -76,13 +78,17 @@ def run_demo(
     folder:Path,  # made; raises `UserError` where it holds a demo already
     steps:int=STEPS,  # of training
     recipe:FastDDPM=None,  # None: `demo_recipe()`
-) -> int:  # exit status
+    threads:int=None,  # CPU threads; None: as many as torch uses, or one where other programs keep the cores busy
+) -> int:  # exit status: 130 where it was stopped before the last step
     "Train on phantoms; leave `run/`, a predicted volume, two pictures and a table in the folder."
     folder, start = Path(folder), time.perf_counter()
     if (folder / "run").exists(): raise UserError(f"{folder} holds a demo already; name another folder, or remove it")
-    print(f"training Fast-DDPM on phantoms for {steps} steps, in {folder / 'run'}")
-    with Trainer(recipe or demo_recipe(), folder / "run", **demo_knobs(steps)) as trainer:
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+    if busy and threads is None: threads = 1  # threads that wait for one another lose more on a busy machine than a second one brings
+    print(f"training Fast-DDPM on phantoms for {steps} steps, in {folder / 'run'}" + (", with one thread since the machine is busy" if busy else ""), flush=True)
+    with Trainer(recipe or demo_recipe(), folder / "run", threads=threads, **demo_knobs(steps)) as trainer:
         trainer.fit(until=steps, progress="lines")
+        if trainer.number < steps: print(f"stopped at step {trainer.number} of {steps}; nothing was measured. medlab train --resume {folder / 'run'} goes on"); return 130
         print(f"measuring on phantoms that were not trained on ({time.perf_counter() - start:.0f} s so far)")
         table = trainer.evaluate()
         name = trainer.recipe.split.test[0]

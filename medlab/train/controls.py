@@ -36,6 +36,7 @@ class Controls:
         try: self.put(change.requested)
         except Exception as e: self._revert(change, f"{type(e).__name__}: {e}"); return
         self.open.append(change)
+        if any("lr" in c.old for c in self.open): t.rate.rebase(t.step.taken)  # also where only the schedule is changed beside it
         t.step.probing = True
 
     def _supersede(self, change):
@@ -52,7 +53,7 @@ class Controls:
         "Set knobs and bring them into the objects that use them."
         t = self.trainer
         for k, v in values.items(): setattr(t.knobs, k, v)
-        if "lr" in values: t.rate.rebase(t.step.taken)
+
         if "weight_decay" in values: set_weight_decay(t.optimizer, values["weight_decay"])
         if values.get("ema", 0) is None: t.step.average = None
         for k in values.keys() - Knobs.class_traits().keys(): t.recipe.apply(k, values[k], t.model)

@@ -56,13 +56,15 @@ class Bar:
     ):
         self.bar = tqdm(total=total, initial=done, dynamic_ncols=True, mininterval=0) if show is True else None
         self.total, self.due, self.show, self.every = total, 0.0, show, 0.1 if show is True else 5.0
+        self.done, self.began = done, time.perf_counter()
 
     def update(self, number, **fields):
         "Draw the fields if it is time."
         if not self.show or (time.perf_counter() < self.due and number < self.total): return
         self.due = time.perf_counter() + self.every
         text = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in fields.items()}
-        if not self.bar: print(f"{number}/{self.total} " + " ".join(f"{k}={v}" for k, v in text.items()), flush=True); return
+        left = (time.perf_counter() - self.began) / max(1, number - self.done) * (self.total - number)
+        if not self.bar: print(f"{number}/{self.total} " + " ".join(f"{k}={v}" for k, v in text.items()) + f" left={left:.0f}s", flush=True); return
         self.bar.n = number
         self.bar.set_postfix(text)
 
