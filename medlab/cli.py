@@ -202,7 +202,6 @@ def stored_recipe(argv):
 
 def _fit(trainer, target):
     info, n = trainer.info, sum(p.numel() for p in trainer.model.parameters())
-
     print(f"{trainer.recipe.name} in {trainer.path}: {n / 1e6:.2f}M parameters, {trainer.knobs.precision} on {trainer.device}, step {trainer.number} → {target}")
     if split := info.get("split"): print("cases: " + ", ".join(f"{k} {len(split[k])}" for k in ("train", "val", "test")) + (f" ({split['note']})" if split.get("note") else ""))
     for case, reason in info.get("quarantined", ()): print(f"quarantined: {case}: {reason}")

@@ -44,7 +44,7 @@ def bright_planes(
     top = brain & (image >= np.percentile(image[brain], 99.8))
     return tuple(int(top.sum(tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3))
 
-
+# %% ../nbs/69_demo.ipynb #9d9aca12
 def draw_prediction(
     trainer:Trainer,  # of a FastDDPM run
     name:str,  # of one of its cases
@@ -73,7 +73,7 @@ def draw_curves(
     marks = [(c.applied_step, ", ".join(f"{k} → {v}" for k, v in c.new.items())) for c in run.changes() if c.state == "applied"]
     return show_curves(run.metrics(*names, points=2000), marks, smooth=max(0, 1 - 40 / max(run.step, 1)))
 
-
+# %% ../nbs/69_demo.ipynb #160438ef
 def run_demo(
     folder:Path,  # made; raises `UserError` where it holds a demo already
     steps:int=STEPS,  # of training

@@ -116,7 +116,7 @@ def test_wrong_options(root, tmp_path, options, words):
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_wrong_config(tmp_path, text, words):
     (tmp_path / "f.yml").write_text(text)
-    is_mistake(said(*DEBUG, "--run", tmp_path / "run", "--config", tmp_path / "f.yml"), *words)
+    is_mistake(said(*DEBUG[:3], "--run", tmp_path / "run", "--config", tmp_path / "f.yml"), *words)
     assert not (tmp_path / "run").exists()
 
 
@@ -134,7 +134,7 @@ def test_an_empty_config_is_none(tmp_path):
     ("train --resume {root}/damaged", ["damaged/run.db is damaged", "start a new run"]),
     ("runs {root}/nowhere", ["no run below"]),
     ("runs --all", ["'--all' is not one folder"]),
-    ("demo --fast", ["'--fast' is not one folder"]),
+    ("demo --fast", ["--fast"]),
     ("check {root}/empty", ["no case in"]),
     ("predict {root}/run", ["required: input, output"]),
     ("predict {root}/cases {root}/cases {root}/o", ["no run directory"]),
@@ -181,7 +181,7 @@ SPOILT = dict(
     flat=(lambda f: changed(f["t2w"], lambda x, a: (x[:, :, 8], a)), "t2w.nii.gz: is a 2D image (16×16); a volume needs at least two slices"),
     series=(lambda f: changed(f["t2w"], lambda x, a: (np.stack([x, x], -1), a)), "t2w.nii.gz: holds 2 volumes (16×16×16×2)"),
     blank=(lambda f: changed(f["t2f"], lambda x, a: (x * 0, a)), "t2f: is empty: none of its 4,096 voxels is above 0"),
-    grids=(lambda f: changed(f["t2f"], lambda x, a: (x[:12], moved(a))), "grids differ: t1n: 16×16×16 voxels of 10×10×10 mm (z, y, x), RAS and t2f: 16×16×12"),
+    grids=(lambda f: changed(f["t2f"], lambda x, a: (x[:12], moved(a))), "grids differ: t1n: 16×16×16 voxels of 10×10×10 mm (z, y, x), RAS; t2f: 16×16×12 voxels"),
     alone=(lambda f: [f[m].unlink() for m in ("t1c", "t2w", "t2f")], "only 1 of the 2 modalities needed (t1n)"),
     target=(lambda f: f["t2f"].unlink(), "t2f missing; it has t1n, t1c, t2w"),
 )

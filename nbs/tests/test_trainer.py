@@ -1,0 +1,285 @@
+"""A trainer in the hands of people who press every button: nothing hangs, nothing is lost, and every refusal says why."""
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from medlab.core import UserError, generator
+from medlab.train.knobs import Knobs, Real
+from medlab.train.recipe import Recipe
+from medlab.train.run import Run
+from medlab.train.trainer import Trainer
+
+
+class ToyKnobs(Knobs):
+    norm_eps = Real(1e-5, 0, 1, above=True, help="eps of the normalization").tag(unit="")
+
+
+@dataclass
+class Toy(Recipe):
+    "A small regression that takes `pace` seconds per step."
+    batch_size: int = 8
+    pace: float = 0.0
+    Knobs = ToyKnobs
+
+    def build_model(self): return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+    def dataset(self):
+        x = torch.randn(64, 4, generator=generator(self.seed, "toy"))
+        return [dict(x=v, y=v.sum(0, keepdim=True), case=f"toy{i}") for i, v in enumerate(x)]
+
+    def losses(self, model, batch):
+        time.sleep(self.pace)
+        return dict(loss=(model(batch["x"]) - batch["y"]).square().mean(1))
+
+    def apply(self, knob, value, model): model[1].eps = value
+    def read(self, knob, model, default): return model[1].eps
+    def predict(self, model, case): return model(torch.ones(1, 4))
+
+
+@pytest.fixture
+def make(tmp_path):
+    "Makes trainers in the same directory, and closes them."
+    made = []
+
+    def make(recipe=None, **kw):
+        made.append(Trainer(recipe or Toy(), tmp_path / "run", threads=1, **kw))
+        return made[-1]
+
+    yield make
+    for t in made: t.close()
+
+
+class Boom(RuntimeError): "Raised on purpose."
+
+
+def broken(trainer, at):
+    "Let the losses raise at one call."
+    whole, calls = trainer.step.losses, []
+
+    def losses(model, batch):
+        calls.append(1)
+        if len(calls) == at: raise Boom
+        return whole(model, batch)
+
+    trainer.step.losses = losses
+
+
+# one thing at a time
+
+def test_training_runs_once(make):
+    t = make(Toy(pace=0.01))
+    for first in (lambda: t.start(), lambda: threading.Thread(target=t.fit, args=(10**6,), kwargs=dict(progress=False)).start()):
+        first()
+        while not t.busy.locked(): time.sleep(0.01)
+        for again in (lambda: t.start(steps=3), lambda: t.fit(3, progress=False)):
+            with pytest.raises(UserError, match="training runs already"): again()
+        t.stop()
+        with t.busy: pass
+    with pytest.raises(UserError, match="holds a run already"): make()
+    with pytest.raises(UserError, match="held by a live trainer"): make(resume=True)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "3"])
+def test_steps_are_whole(make, steps):
+    with pytest.raises(UserError, match="must be an integer ≥ 1"): make().fit(steps)
+
+
+@pytest.mark.parametrize("thread", ["worker", "own"])
+def test_close_while_training_saves(make, thread):
+    t, errors = make(Toy(pace=0.01)), []
+
+    def fit():
+        try: t.fit(10**6, progress=False)
+        except BaseException as e: errors.append(e)
+
+    t.start() if thread == "worker" else threading.Thread(target=fit).start()
+    while t.number < 3: time.sleep(0.01)
+    t.close(); t.close()
+    run = Run(t.path)
+    assert not errors and run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step == t.number
+    with pytest.raises(UserError, match="was closed"): t.fit(1)
+
+
+def test_pause_before_start_and_after_stop(make):
+    t = make()
+    t.pause()
+    t.start(steps=3)
+    time.sleep(0.2)
+    assert (t.number, t.run.state) == (0, "paused")
+    t.resume(); t.wait(20)
+    t.pause(); t.start(); t.stop(); t.wait(20)
+    assert t.start(steps=2).wait(20).run.state == "done", "a pause ends with its training"
+
+
+def test_predict_while_training(make):
+    t = make(Toy(pace=0.002), ema=0.9).start()
+    assert all(torch.isfinite(t.predict("x")).all() for _ in range(30)) and t.model.training
+    t.stop(); t.wait(20)
+    assert t.run.state == "stopped"
+
+
+# knobs
+
+def test_the_last_of_many_requests_counts(make):
+    "A slider sends more requests than there are steps."
+    t, asked = make(Toy(pace=0.01)).start(), []
+    threads = [threading.Thread(target=lambda k=k: asked.extend(t.set(lr=1e-5 * (1 + i + k), norm_eps=1e-4) for i in range(50))) for k in range(4)]
+    for x in threads: x.start()
+    for x in threads: x.join()
+    last = t.set(lr=7e-4).wait(20)
+    for c in asked: c.wait(20)
+    t.stop(); t.wait(20)
+    assert last.verified and t.knobs.lr == 7e-4 and t.run.metrics("lr")["lr"].value[-1] == 7e-4
+    assert {c.state for c in t.run.changes()} == {"applied", "refused"} and not t.run.events("revert")
+    assert all("asked for again" in c.reason for c in asked if c.state == "refused")
+
+
+def test_knobs_that_live_elsewhere_hold_from_the_start_and_after_a_resume(make):
+    state = lambda t: (t.knobs.norm_eps, t.model[1].eps, t.knobs.weight_decay, t.optimizer.param_groups[0]["weight_decay"])
+    t = make(norm_eps=0.25)
+    assert state(t) == (0.25, 0.25, 0, 0), "AdamW's own default is no decay of ours"
+    t.set(norm_eps=0.5, weight_decay=0.1)
+    t.fit(2, progress=False); t.close()
+    t = make(resume=True)
+    assert state(t) == (0.5, 0.5, 0.1, 0.1)
+    t.save = lambda: None
+    t.set(norm_eps=0.125); t.fit(1, progress=False); t.close()
+    t = make(resume=True)
+    assert state(t) == (0.5, 0.5, 0.1, 0.1) and t.fit(1, progress=False) and t.model[1].eps == 0.125, "the change after the checkpoint is made again"
+
+
+def test_weight_decay_that_the_optimizer_lacks(make):
+    t = make(Toy())
+    for g in t.optimizer.param_groups: del g["weight_decay"]
+    t.optimizer.step = lambda: None
+    change = t.set(weight_decay=0.1)
+    t.fit(2, progress=False)
+    assert change.state == "reverted" and "has no weight_decay" in change.reason
+
+
+def test_rubbish_from_another_process(make):
+    t = make(Toy(pace=0.01)).start()
+    run = Run(t.path)
+    for text in ("[1]", '{"lr": []}', '{"lrr": 1}'): run._db.execute("INSERT INTO changes(time, source, requested, state) VALUES(0, 'x', ?, 'pending')", (text,))
+    run._db.execute("INSERT INTO commands(time, source, name, state) VALUES(0, 'x', 'dance', 'pending')")
+    run.request(at="soon", lr=1e-5)
+    good = run.request(lr=2e-5)
+    end = time.monotonic() + 20
+    while run.changes()[-1].state == "pending": assert time.monotonic() < end; time.sleep(0.02)
+    assert [c.state for c in run.changes()] == ["refused"] * 4 + ["applied"] and run.changes()[-1].id == good and t.knobs.lr == 2e-5
+    with pytest.raises(UserError, match="at='soon' must be the number of a step"): t.set(at="soon", lr=1e-5)
+
+
+def test_a_stop_for_a_trainer_that_is_gone_does_not_stop_the_next(make):
+    t = make()
+    t.fit(1, progress=False); t.close()
+    Run(t.path).command("stop")
+    t = make(resume=True)
+    time.sleep(0.2)
+    t.fit(4, progress=False)
+    assert (t.number, t.run.state) == (5, "done")
+
+
+# resume
+
+def test_a_finished_run_goes_on_with_other_knobs(make):
+    make(lr=1e-2).fit(3, progress=False).close()
+    t = make(resume=True, lr=1e-4, accumulate=3).fit(2, progress=False)
+    assert t.run.metrics("lr")["lr"].value.tolist() == [1e-2] * 3 + [1e-4] * 2 and t.run.metrics("samples")["samples"].value[-1] == 24
+
+
+def test_another_recipe_is_refused_or_told(make):
+    make().fit(3, progress=False).close()
+    with pytest.raises(UserError, match="another optimizer than SGD"): make(Toy(optimizer="SGD"), resume=True)
+    with pytest.raises(UserError, match="the run has seed 0, the recipe 3"): make(Toy(seed=3), resume=True)
+    t = make(Toy(batch_size=4), resume=True)
+    assert "batch_size 8 → 4" in t.run.events("config")[0].text
+    t.recipe.batch_size = 5
+    t.fit(1, progress=False)
+    assert t.cursor == 3 * 8 + 4 and t.last["dropped"] == 0, "what counts is the batch that was loaded"
+
+
+# faults
+
+def test_an_exception_in_the_worker_is_raised_once_and_leaves_no_gradient(make):
+    t = make(accumulate=2)
+    broken(t, at=4)
+    t.start(steps=10)
+    with pytest.raises(Boom): t.wait(20)
+    assert t.run.state == "failed" and "Boom" in t.run.events("error")[0].text and all(p.grad is None for p in t.model.parameters())
+    assert t.start(steps=2).wait(20).number == 3
+    broken(t, at=1)
+    t.start(steps=1).thread.join()
+    assert t.start(steps=2).wait(20).run.state == "done", "an error nobody waited for is not raised by the next training"
+
+
+L = lambda m, b: (m(b["x"]) - b["y"]).square().mean(1)
+
+
+@pytest.mark.parametrize("losses,words", [
+    (lambda m, b: L(m, b), "returned Tensor"), (lambda m, b: dict(mse=L(m, b)), "the key 'loss'"), (lambda m, b: dict(loss=L(m, b).mean()), "each of the 8 samples"),
+    (lambda m, b: dict(loss=L(m, b)[:3]), "of shape .3,."), (lambda m, b: dict(loss=L(m, b), mse=1.0), "is a float"), (lambda m, b: dict(loss=L(m, b).detach()), "does not depend on the model")])
+def test_losses_that_are_none(make, losses, words):
+    t = make()
+    t.step.losses = losses
+    with pytest.raises(UserError, match=words): t.fit(1, progress=False)
+
+
+def test_parts_that_come_and_go_stay_in_their_columns(make):
+    t = make(Toy())
+    t.step.losses = lambda m, b: dict(loss=L(m, b), **({"part": L(m, b).detach() * 0 + t.step.number} if t.step.number % 3 == 0 else {}))
+    t.loader = iter([next(t.loader), *([_empty()] * 2), *(next(t.loader) for _ in range(30))])
+    t.fit(20, progress=False)
+    s = t.run.metrics("part", "loss", "lr", "skipped")
+    assert s["part"].step.tolist() == s["part"].value.tolist() == [6, 9, 12, 15, 18] and s["loss"].step.tolist() == [*range(1, 21)]
+    assert s["skipped"].value.tolist() == [0, 1, 1] + [0] * 17 and set(s["lr"].value[3:]) == {1e-3}
+
+
+def _empty():
+    from medlab.train.recipe import Batch, Fault
+    return Batch(None, [], [Fault("toy", "unreadable")] * 8)
+
+
+def test_an_empty_dataset(make, tmp_path):
+    recipe = Toy()
+    recipe.dataset = lambda: []
+    with pytest.raises(UserError, match="holds no sample"): make(recipe)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_is_deleted_while_training(make):
+    t = make(Toy(pace=0.002), save_every=5).start()
+    while t.number < 3: time.sleep(0.01)
+    shutil.rmtree(t.path)
+    with pytest.raises(FileNotFoundError): t.wait(20)
+    t.close()
+
+
+INTERRUPTED = """
+import sys; sys.path.insert(0, {tests!r})
+from test_trainer import Toy, Trainer
+t = Trainer(Toy(pace={pace}), {run!r}, threads=1)
+print("go", flush=True)
+try: t.fit(10**6, progress=False)
+except KeyboardInterrupt: print("interrupted")
+print(t.run.state, len(t.run.checkpoints()), t.fit(2, progress=False).run.state)
+"""
+
+
+@pytest.mark.parametrize("pace,times,expected", [(0.01, 1, "stopped 1 done"), (3.0, 2, "interrupted\nfailed 0 done")], ids=["once", "twice"])
+def test_ctrl_c(tmp_path, pace, times, expected):
+    "The first stops between two steps and saves, the second interrupts at once; then it can go on."
+    code = INTERRUPTED.format(tests=str(__file__).rsplit("/", 1)[0], pace=pace, run=str(tmp_path / "run"))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "go\n"
+    time.sleep(0.5)
+    for _ in range(times): process.send_signal(signal.SIGINT); time.sleep(0.3)
+    assert process.communicate(timeout=60)[0].strip() == expected
