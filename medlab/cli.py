@@ -304,7 +304,7 @@ def demo(argv) -> int:
     "Train on phantoms and leave a run directory, a predicted volume, two pictures and a table (default folder medlab-demo)."
     p = jsonargparse.ArgumentParser(prog="medlab demo", description=demo.__doc__, exit_on_error=False)
     p.add_argument("folder", type=str, nargs="?", default="medlab-demo", help="where everything goes")
-    p.add_argument("--steps", type=int, help="of training, default 500")
+    p.add_argument("--steps", type=int, help="of training, default 640")
     p.add_argument("--threads", type=int, help="CPU threads, default as many as there are cores, one on a busy machine")
     try: a = p.parse_args(argv)
     except jsonargparse.ArgumentError as e: raise UserError(plain(e)) from e

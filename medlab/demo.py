@@ -19,7 +19,7 @@ from .recipes.fast_ddpm import FastDDPM
 from .train.trainer import Trainer
 
 # %% ../nbs/69_demo.ipynb #a5b97f56
-STEPS = 500
+STEPS = 640
 
 
 def demo_recipe(
