@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..core import UnknownName, UserError, derive_seed, generator, strict
-from ..data.cases import BRATS, Split, find_cases, inspect_cases, split_cases
+from ..data.cases import BRATS, Split, find_cases, inspect_cases, preflight, split_cases
 from ..data.modalities import ModalityDataset, Range, resize, to_volume, typical
 from ..data.phantom_cases import PhantomCase
 from ..losses.diffusion import PREDICTIONS, Schedule, add_noise, antithetic, ddim_sample, diffusion_losses, target, time_points
@@ -159,6 +159,13 @@ class FastDDPM(Recipe):
         return diffusion_losses(self.output(model, batch["image"], batch["t"], batch["channel"]), batch["wanted"])
 
     # what a trained model is for
+
+    predict_options = dict(modality=(str, None, "what to synthesize; default the one that is missing"), samples=(int, 1, "independent samples to average"), seed=(int, 0, "of the noise"))
+    check_options = dict(names=(dict, None, 'modality → pattern, as in {"t1n": "*_T1.nii.gz"}'), resample=(bool, False, "true: differing grids are a note, not a fault"))
+
+    @classmethod
+    def check(cls, path, **options): "Every case below a folder: readable, finite, 3D, on one grid."; return preflight(path, **options)
+    def find(self, path): "The cases at a path."; return find_cases(path, self.names)
 
     def predict(self, model, case, modality=None, **options):
         "Synthesize a modality of a case, see `predict_case`."

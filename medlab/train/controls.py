@@ -68,7 +68,7 @@ class Controls:
         if knob == "lr": return t.optimizer.param_groups[0]["lr"] / t.optimizer.param_groups[0].get("lr_scale", 1.0)
         if knob == "weight_decay": return max(g.get("weight_decay", 0.0) / g.get("decay_scale", 1.0) for g in t.optimizer.param_groups if g.get("decay_scale", 1.0))
         if knob == "precision": return t.step.observed
-        if knob == "accumulate": return t.accumulated
+        if knob == "accumulate": return t.feed.accumulated
         return value if knob in Knobs.class_traits() else t.recipe.read(knob, t.model, value)
 
     def verify(self):

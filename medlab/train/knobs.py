@@ -75,11 +75,18 @@ class Knobs(traitlets.HasTraits):
     accumulate = traitlets.Int(1, min=1, max=4096, help="micro-batches per optimizer step").tag(unit="micro-batches", off=1)
     ema = Real(None, 0, 1, allow_none=True, help="decay of the averaged weights used for prediction; 1 freezes them").tag(off=None)
     validate = traitlets.Bool(True, help="check every sample for non-finite values before it is used").tag(off=False)
+    check_loss = traitlets.Bool(True, help="leave samples with a non-finite loss out of the batch, and count them; off: such a loss goes on into the backward pass, and the step is skipped there").tag(off=False)
     val_every_steps = traitlets.Int(0, min=0, help="steps between validations").tag(unit="steps", off=0)
     val_cases = traitlets.Int(2, min=1, help="cases per validation").tag(unit="cases")
     save_every = traitlets.Int(200, min=0, help="steps between checkpoints; one is always written at the end").tag(unit="steps", off=0)
     keep = traitlets.Int(3, min=1, help="checkpoints kept, the newest").tag(unit="files")
     log_every = traitlets.Int(1, min=1, max=1000, help="steps between transfers of telemetry from the device; every step is recorded").tag(unit="steps")
+    scaler_watch = traitlets.Bool(True, help="warn of a falling loss scale and of skipped steps in fp16").tag(off=False)
+    scale_warn = Real(16384.0, 0, help="loss scale below which the watch warns; a hint, the skips are the signal")
+    scale_critical = Real(1024.0, 0, help="loss scale below which the watch's warning is critical")
+    skip_alarm = traitlets.Int(3, min=1, help="consecutive skipped steps at which the watch raises the alarm").tag(unit="steps")
+    skip_rate = Real(0.01, 0, 1, above=True, help="share of skipped steps in a growth window of the loss scale above which the watch warns")
+    scale_floor = Real(1.0, 0, 65536, help="lowest loss scale; without one it can reach zero, where the weights become NaN").tag(off=0.0)
     max_skips = traitlets.Int(50, min=1, help="consecutive skipped steps after which training stops with a diagnosis").tag(unit="steps")
 
     def __init__(self,
@@ -108,6 +115,12 @@ class Knobs(traitlets.HasTraits):
     def values(self) -> dict:
         "Every knob with its value."
         return {k: getattr(self, k) for k in sorted(self.class_traits())}
+
+    def put(self,
+        values:dict,  # knob → value
+    ):
+        "Validate values, then set them; raises as `check` does."
+        for k, v in self.check(**values).items(): setattr(self, k, v)
 
     @classmethod
     def parse(cls,
@@ -258,7 +271,8 @@ FIXES = (
     Fix("fp32", dict(precision="fp32"), dict(precision="fp16"), "ends overflow in half precision"),
     Fix("clip_norm", dict(clip_norm=1.0), dict(clip_norm=None), "bounds the update of a bad batch"),
     Fix("clip_by_loss", dict(clip_by_loss=True), dict(clip_by_loss=False), "clips harder while the loss is high"),
-    Fix("validate", dict(validate=True), dict(validate=False), "bad samples are dropped and counted"),
+    Fix("scaler_watch", dict(scaler_watch=True, scale_floor=1.0), dict(scaler_watch=False, scale_floor=0.0), "warns before the loss scale collapses"),
+    Fix("validate", dict(validate=True, check_loss=True), dict(validate=False, check_loss=False), "bad samples are dropped and counted"),
     Fix("ema", dict(ema=0.999), dict(ema=None), "averaged weights predict better"),
 )
 

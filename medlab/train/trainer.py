@@ -7,7 +7,6 @@ __all__ = ['stored_meta', 'claim', 'Trainer']
 
 # %% ../../nbs/48_trainer.ipynb #606da93b
 import json
-import platform
 import sqlite3
 import sys
 import threading
@@ -16,18 +15,19 @@ from pathlib import Path
 
 import torch
 
-import medlab
-from ..core import UserError, derive_seed
+from ..core import UserError
 from .checkpoint import Checkpoints
 from .controls import Controls
+from .feed import Feed
 from .knobs import Change, Fixes, Mailbox, Switch
 from .loop import Loop, interrupts
 from .memory import Memory
-from .recipe import Guarded, Recipe, Stream, loader
+from .recipe import Recipe
 from .run import Run, hold
+from .scaler import ScalerWatch
 from .schedule import Rate
 from .sinks import SafeSinks
-from .state import build, recipe_of, restore, state_of, torch_device
+from .state import build, differing, environment, recipe_of, restore, torch_device
 from .step import step_for
 from .store import Store
 
@@ -78,14 +78,13 @@ class Trainer(Loop):
         self.knobs = recipe.Knobs(**recipe.Knobs.check(**{**recipe.initial_knobs(), **knobs}))
         stored = stored_meta(self.path, resume)
         self.info = recipe.setup(stored.get("data", {}).get("split"))
-        self.dataset = Guarded(recipe.dataset())
+        self.feed = Feed(recipe, self.device)
         self.model, self.optimizer = build(recipe, self.knobs, self.device)  # whatever is refused, nothing was written yet
         made = sinks() if callable(sinks) else sinks
         self.held, self.store = claim(self.path, not resume)
         self.run, self.sinks = Run(self.path), SafeSinks(made, lambda name, text: self.event("sink", f"{name}: {text}", "warning"))
         self.store.on_rows = self.sinks.log_rows
-        self.number = self.cursor = self.accumulated = 0
-        self.mem, self.base = None, derive_seed(recipe.seed, "prepare") >> 32 << 31
+        self.number, self.mem = 0, None
         self.lock, self.busy, self.runner, self.thread, self.error, self.row = threading.RLock(), threading.Lock(), None, None, None, ((), ())
         self._stop, self._pause, self._frames, self._times = threading.Event(), threading.Event(), {}, None
         try: self._build(stored, knobs)
@@ -102,27 +101,24 @@ class Trainer(Loop):
     def _build(self, stored, knobs):
         self.rate, self.controls, self.mailbox = Rate(self.knobs), Controls(self), Mailbox(self.store, self.recipe.Knobs)
         self.step = step_for(self.optimizer)(self.model, self.optimizer, self.recipe.losses, self.knobs, self.rate, self._report, self._record, self.recipe.seed, self.device)
+        self.watch = ScalerWatch(self.knobs, self.event, [f.name for f in self.recipe.fixes()], self.step.scaler.get_growth_interval())
         self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
         self.checkpoints = Checkpoints(self.path, self.store)
         if stored: self._go_on(stored)
         self.controls.enforce()
         if stored and knobs: self.set(**knobs)
         if not stored: self.store.set_meta(created=time.time(), data=self.info, knobs=self.knobs.values(), recipe=[type(self.recipe).__module__, type(self.recipe).__name__, self.recipe.config()])
-        info = dict(medlab=medlab.__version__, torch=torch.__version__, python=platform.python_version(), device=str(self.device), threads=self.threads)
-        self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", self.number, time.time(), json.dumps(info)).result()
+        self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", self.number, time.time(), json.dumps(environment(self))).result()
         for case, reason in self.info.get("quarantined", ()): self.event("quarantine", f"{case} is left out: {reason}", "warning", case=case)
-        self.stream = Stream(len(self.dataset), self.recipe.batch_size, self.recipe.seed, self.cursor)
-        self.loader = loader(self.dataset, self.stream, self.recipe.workers)
+        self.feed.seek(self.feed.cursor)
 
     def _go_on(self, stored):
         state, passed = self.checkpoints.newest(self.device)
         for reason in passed: self.event("checkpoint", reason, "error")
         if state: restore(self, state)
-        else:
-            for k, v in self.recipe.Knobs.check(**stored["knobs"]).items(): setattr(self.knobs, k, v)
+        else: self.knobs.put(stored["knobs"])
         self.event("resume", f"going on after step {self.number}" + ("" if state else " (no checkpoint was written)"))
-        differ = {k: [v, now] for k, v in stored["recipe"][2].items() if v != (now := json.loads(json.dumps(self.recipe.config().get(k))))}
-        if differ: self.event("config", f"the recipe is not the stored one: {', '.join(f'{k} {a} → {b}' for k, (a, b) in differ.items())}", "warning", **differ)
+        if differ := differing(self.recipe, stored["recipe"][2]): self.event("config", f"the recipe is not the stored one: {', '.join(f'{k} {a} → {b}' for k, (a, b) in differ.items())}", "warning", **differ)
         self._again([c for c in self.run.changes() if c.state == "applied" and c.applied_step > self.number and c.source != "resume"], "resume")
 
     def _again(self, records, source):
@@ -196,9 +192,7 @@ class Trainer(Loop):
         if self.runner != threading.get_ident(): self.busy.acquire(); self.busy.release()
         if self.store.closed: return
         self.store.flush()  # hands the last rows to the sinks, whose faults at the end are events still
-        self.sinks.close()
-        self.store.close()
-        self.run.close()
+        for part in (self.sinks, self.store, self.run): part.close()
         self.held.release()
 
     def __enter__(self): return self

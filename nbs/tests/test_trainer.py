@@ -204,7 +204,7 @@ def test_another_recipe_is_refused_or_told(make):
     assert "batch_size 8 → 4" in t.run.events("config")[0].text
     t.recipe.batch_size = 5
     t.fit(1, progress=False)
-    assert t.cursor == 3 * 8 + 4 and t.last["dropped"] == 0, "what counts is the batch that was loaded"
+    assert t.feed.cursor == 3 * 8 + 4 and t.last["dropped"] == 0, "what counts is the batch that was loaded"
 
 
 # faults
@@ -236,7 +236,7 @@ def test_losses_that_are_none(make, losses, words):
 def test_parts_that_come_and_go_stay_in_their_columns(make):
     t = make(Toy())
     t.step.losses = lambda m, b: dict(loss=L(m, b), **({"part": L(m, b).detach() * 0 + t.step.number} if t.step.number % 3 == 0 else {}))
-    t.loader = iter([_empty(), next(t.loader), _empty(), *(next(t.loader) for _ in range(30))])
+    t.feed.loader = iter([_empty(), next(t.feed.loader), _empty(), *(next(t.feed.loader) for _ in range(30))])
     t.fit(20, progress=False)
     s = t.run.metrics("part", "loss", "lr", "skipped")
     assert s["part"].step.tolist() == s["part"].value.tolist() == [6, 9, 12, 15, 18] and s["loss"].step.tolist() == [*range(1, 21)]
@@ -244,7 +244,7 @@ def test_parts_that_come_and_go_stay_in_their_columns(make):
 
 
 def _empty():
-    from medlab.train.recipe import Batch, Fault
+    from medlab.train.feed import Batch, Fault
     return Batch(None, [], [Fault("toy", "unreadable")] * 8)
 
 
