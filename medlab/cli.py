@@ -108,7 +108,7 @@ def predict(
     from medlab.train.state import load_model
     recipe, model, step = load_model(a.run, a.device)
     cases = recipe.find(a.input)
-    if Path(a.output).suffix and len(cases) > 1: raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
+    if a.output.lower().endswith(recipe.endings) and len(cases) > 1: raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
     failed = [c.name for c in cases if not _predict_one(recipe, model, c, a.output, own)]
     if failed and len(cases) > 1: print(f"medlab: {len(failed)} of {len(cases)} cases could not be predicted: {', '.join(failed)}", file=sys.stderr)
     return 2 if failed else 0

@@ -18,7 +18,7 @@ import yaml
 from .core import UnknownName, UserError
 
 # %% ../nbs/68_options.ipynb #62b328c7
-RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"))
+RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"), restoration=("medlab.recipes.restoration", "Restoration"))
 RUN_KEYS = dict(run=str, steps=int, device=str, threads=int)  # keys that belong to the run rather than to the recipe or its knobs
 SHORT = dict(gradient_accumulation_steps="accumulate")  # another name for a knob
 

@@ -14,6 +14,9 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "volume": ["Volume", "read_volume", "write_volume", "same_grid", "resample_to"],
         "cases": ["BRATS", "Case", "Split", "find_cases", "check_case", "preflight", "sort_cases", "split_cases"],
+        "blur": ["Degradation"],
+        "images": ["read_image", "write_image"],
+        "pairs": ["PairDataset"],
         "modalities": ["ModalityDataset", "load_case", "normalize", "denormalize"],
     },
 )

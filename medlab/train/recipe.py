@@ -157,6 +157,7 @@ class Recipe:
         return default
 
     predict_options, check_options = {}, {}  # options of `predict` and `check` on the command line: name → (type, default, help)
+    endings = (".nii", ".nii.gz")  # of the files that `write` writes
 
     @classmethod
     def check(cls,
@@ -188,7 +189,7 @@ class Recipe:
         "Write a prediction to a file, or into a folder as CASE-NAME.nii.gz."
         from medlab.data.volume import write_volume
         file = Path(output)
-        return write_volume(result, file if file.name.endswith((".nii", ".nii.gz")) else file / f"{case.name}-{result.name}.nii.gz")
+        return write_volume(result, file if file.name.endswith(self.endings) else file / f"{case.name}-{result.name}.nii.gz")
 
     def evaluate(self,
         model:torch.nn.Module,  # in evaluation mode
