@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'free_name', 'sinks_of', 'train', 'stored_recipe', 'resumed_run', 'predict', 'one_folder', 'runs', 'check',
-           'lab', 'demo', 'usage', 'main']
+           'lab', 'demo', 'usage', 'say_warning', 'main']
 
 # %% ../nbs/70_cli.ipynb #d313b561
 import subprocess
 import sys
 import traceback
 import typing
+import warnings
 from pathlib import Path
 
 import jsonargparse
@@ -204,11 +205,21 @@ def usage() -> str:
     return "\n".join([f"medlab {medlab.__version__}: training 3D medical-imaging models that do not fall over", *lines])
 
 
+def say_warning(message, category, filename, lineno, file=None, line=None):
+    "One line for a warning of medlab's own or of the user's data; what libraries warn developers of stays silent."
+    if issubclass(category, UserWarning) and Path(filename).is_relative_to(Path(medlab.__file__).parent): print(f"medlab: {message}", file=sys.stderr)
+
+
 def main(
     argv=None,  # words after `medlab`; None: those of the process
 ) -> int:  # exit status: 0 done, 1 failed run, 2 a user's mistake, 130 stopped
     "The `medlab` command."
-    argv = sys.argv[1:] if argv is None else argv
+    with warnings.catch_warnings():
+        warnings.showwarning = say_warning
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv):
     try:
         if not argv or argv[0] in ("-h", "--help"): print(usage()); return 0
         if argv[0] == "--version": print(f"medlab {medlab.__version__}"); return 0

@@ -202,7 +202,7 @@ class Loop:
             self.feed.cursor, self.feed.cursor / len(self.feed.dataset), s.taken, s.skips, now - self.began)
         self._times.append(row if gpu is None else (*row, gpu))
         if not self.bar.show or (now < self.bar.due and self.number < self.bar.total): return
-        target = (micros[-1].get("target") or ["–"])[0] if micros else "–"
+        target = label[0] if micros and isinstance(label := micros[-1].get("target"), list) else "–"  # what is made, where the recipe names it
         last = self.last
         self.bar.update(self.number, loss=last.get("loss"), lr=last.get("lr"), target=target, step=self.number, mem_gb=mem, step_time=now - start)
 
