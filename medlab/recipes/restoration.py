@@ -6,6 +6,7 @@
 __all__ = ['REMEDIES', 'SWITCHES', 'PIXEL_LOSSES', 'RestorationKnobs', 'Restoration', 'restore', 'score']
 
 # %% ../../nbs/61_restoration.ipynb #6e6ec08d
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -215,6 +216,7 @@ def restore(
     whole,  # `Whole` of a dataset
     tile:int=None,  # side of the tiles; None: as the training crop
     overlap:float=0.5,  # of neighbouring tiles, share of their side, in [0, 1)
+    progress:bool=None,  # show a bar over the tiles; None: on a terminal
 ) -> torch.Tensor:  # (n, 1, *space) on the CPU, in the input's scale
     "Restore every frame of a picture; raises `UserError` for tiles that cannot be."
     from monai.inferers import sliding_window_inference
@@ -225,7 +227,7 @@ def restore(
     x = whole.image if whole.depth is None else torch.cat([whole.image, whole.depth], 1)
     run = lambda w: model(w[:, :1], w[:, 1:] if w.shape[1] > 1 else None).float()
     made = [run(frame[None].to(device)).cpu() if all(n <= s for n, s in zip(frame.shape[1:], size)) else
-        sliding_window_inference(frame[None].to(device), size, 4, run, overlap=overlap, mode="gaussian", padding_mode="replicate").cpu() for frame in x]
+        sliding_window_inference(frame[None].to(device), size, 4, run, overlap=overlap, mode="gaussian", padding_mode="replicate", progress=sys.stderr.isatty() if progress is None else progress).cpu() for frame in x]
     return torch.cat(made)
 
 
