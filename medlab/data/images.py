@@ -20,7 +20,7 @@ from ..core import UserError
 from .volume import Volume, _read_bytes, _write_whole, read_volume, write_volume
 
 # %% ../../nbs/14_images.ipynb #6e3e3eca
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Image:
     "A 2D image in the units of its file."
     data:np.ndarray  # (y, x) float32
@@ -35,6 +35,8 @@ class Image:
     def spacing(self) -> tuple: "Pixels have no size in millimetres: 1 along both axes."; return (1.0, 1.0)
 
     def __str__(self): return f"{self.name or 'image'}: {'×'.join(map(str, self.shape))} pixels (y, x), {self.dtype}"
+
+    __repr__ = __str__
 
 # %% ../../nbs/14_images.ipynb #7d0d8c80
 LUMINANCE = (0.2125, 0.7154, 0.0721)  # red, green, blue

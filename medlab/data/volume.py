@@ -40,7 +40,7 @@ class Grid:
         return "".join(nib.aff2axcodes(self.affine))
 
 # %% ../../nbs/10_volume.ipynb #d31fc974
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Volume:
     "An array with its place in the patient."
     data:np.ndarray  # (z, y, x) or (c, z, y, x)
@@ -72,6 +72,8 @@ class Volume:
     def __str__(self):
         size, step = "×".join(map(str, self.shape)), "×".join(f"{s:.4g}" for s in self.spacing)
         return f"{self.name or 'volume'}: {size} voxels of {step} mm (z, y, x), {self.orientation}"
+
+    __repr__ = __str__
 
 # %% ../../nbs/10_volume.ipynb #a33e622b
 def _read_bytes(path):

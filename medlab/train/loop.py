@@ -121,6 +121,7 @@ class Loop:
         if not self.busy.acquire(blocking=False): raise UserError("training runs already; stop() it first, or wait()")
         self._stop.clear()
         self.error, self.mailbox.commands = None, [c for c in self.mailbox.commands if c != "stop"]
+        self.store.set_meta(state="running", target=target)
         return target
 
     def _worker(self, target):
@@ -139,7 +140,6 @@ class Loop:
         torch.set_num_threads(self.threads)
         self.bar, self.began = Bar(target, self.number, show), time.perf_counter()
         self.model.train()
-        self.store.set_meta(state="running", target=target)
         try:
             while self.number < target and self._between(): self._one()
             self.step.flush()
