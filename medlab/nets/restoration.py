@@ -51,7 +51,7 @@ class AxisAttention(nn.Module):
         q, k, v = (y.unflatten(1, (self.heads, -1)).movedim(3 + axis, 2) for y in qkv)  # (b, heads, tokens, channels, *rest)
         if self.among: y = F.scaled_dot_product_attention(*(t.flatten(3) for t in (q, k, v))).view_as(v)
         else:
-            lines = [t.flatten(4).permute(0, 4, 1, 2, 3).flatten(0, 1) for t in (q, k, v)]  # (b · rest, heads, tokens, channels)
+            lines = [t.flatten(4).permute(0, 4, 1, 2, 3).flatten(0, 1).contiguous() for t in (q, k, v)]  # (b · rest, heads, tokens, channels), laid out as the fused kernel takes them
             y = F.scaled_dot_product_attention(*lines).unflatten(0, (len(v), -1)).permute(0, 2, 3, 4, 1).reshape(v.shape)
         return y.movedim(2, 3 + axis).flatten(1, 2)
 
