@@ -51,6 +51,7 @@ def train(
     from medlab.train.run import Run
     from medlab.train.state import recipe_of
     from medlab.train.trainer import Trainer
+    if "--resume" in [a.split("=")[0] for a in argv] and name not in (None, stored := stored_recipe(resumed_run(argv))): raise UserError(f"{resumed_run(argv)} is a run of {stored}, not of {name}; leave the recipe away: medlab train --resume {resumed_run(argv)}")
     name = name or stored_recipe(resumed_run(argv))
     fields, knobs, rest = options(recipe_class(name), argv)
     target = rest.get("steps")

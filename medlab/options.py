@@ -17,6 +17,7 @@ import jsonargparse
 import yaml
 
 from .core import UnknownName, UserError
+from .train.knobs import rule
 
 # %% ../nbs/68_options.ipynb #62b328c7
 RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"), restoration=("medlab.recipes.restoration", "Restoration"))
@@ -51,7 +52,7 @@ def train_parser(
     hints = typing.get_type_hints(cls)
     said = field_help(cls)
     for name in field_names(cls): p.add_argument("--" + name, type=typing.Optional[hints[name]], help=said.get(name, "of the recipe"))
-    for name, trait in cls.Knobs.class_traits().items(): p.add_argument("--" + name, type=str, help=trait.help)
+    for name, trait in cls.Knobs.class_traits().items(): p.add_argument("--" + name, type=str, help=f"{trait.help}; {rule(trait)} (default {trait.default_value})".replace("%", "%%"))
     return p
 
 

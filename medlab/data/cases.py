@@ -247,7 +247,7 @@ class Report:
         return f"<p>{html.escape(self.title)}</p><table>{line(_COLUMNS, 'th')}{body}</table>"
 
 
-_COLUMNS = ("case", "modalities", "voxels (z, y, x)", "spacing, mm", "brain, 1st…99th percentile", "finding")
+_COLUMNS = ("case", "modalities", "voxels (z, y, x)", "spacing, mm", "1st…99th percentile", "finding")
 
 # %% ../../nbs/11_cases.ipynb #2358d48e
 def preflight(

@@ -115,11 +115,14 @@ def find_pairs(
     "Find pairs, sorted by name; raises `UserError` where there is none, and for images mixed with volumes."
     root = Path(root).expanduser()
     if not root.exists(): raise UserError(f"{root} does not exist; give a folder of images or volumes")
+    for d in (d for d in (*root.glob("*/"), *root.glob("*/*/")) if d.name != d.name.lower() in (*SPLITS, *PARTS)): raise UserError(f"{d} must be called {d.name.lower()!r}, in lower case, to be taken for what its name says; rename it")
     if root.is_file(): found = dict(all=[FilePair(_stem(Path(root.name)), sharp=root)] if root.name.lower().endswith(RASTER + TIFF + NIFTI) else [])
     elif splits := _split_folders(root): found = {s: list(_pairs(root / s, f"{s}_", pattern)) for s in splits}
     else: found = dict(all=list(_pairs(root, "", pattern)))
     pairs = [p for ps in found.values() for p in ps]
     if not pairs: raise UserError(f"no image or volume {'' if pattern == '*' else f'named {pattern!r} '}in {root}; looked for {', '.join(RASTER + TIFF + NIFTI)}, also in blur, sharp and depth")
+    blurred = {s: any(p.blur for p in ps) for s, ps in found.items() if ps}
+    if len({*blurred.values()}) > 1: raise UserError(f"{root}: {', '.join(s for s, b in blurred.items() if b)} has blurred files and {', '.join(s for s, b in blurred.items() if not b)} has none; give them to all, or to none")
     files = {is_volume(f): f for p in pairs for f in p.files.values()}
     if len(files) > 1: raise UserError(f"{root} mixes images and volumes, such as {files[False].name} and {files[True].name}; give each kind a folder of its own, or a pattern")
     names = [p.name for p in pairs]

@@ -24,7 +24,7 @@ from ..metrics import psnr, ssim
 from ..nets import frequency
 from ..nets.restoration import OPTIONS, restoration_net
 from ..train.knobs import FIXES, Fix, Knobs, Real
-from ..train.recipe import Recipe, Table
+from ..train.recipe import Recipe, Table, output_file
 
 # %% ../../nbs/61_restoration.ipynb #c77e4afd
 class RestorationKnobs(Knobs):
@@ -89,8 +89,14 @@ class Restoration(Recipe):
     def __post_init__(self):
         super().__post_init__()
         if self.spatial_dims not in (2, 3): raise UserError(f"spatial_dims={self.spatial_dims!r} must be 2 or 3")
+        for k, kind, low in (("dim", int, 1), ("patch", int, 1), ("refinement", int, 0), ("expansion", (int, float), 0.01)):
+            if (v := getattr(self, k)) is not None and (isinstance(v, bool) or not isinstance(v, kind) or v < low): raise UserError(f"{k}={v!r} must be {'an integer' if kind is int else 'a number'} ≥ {low}, or None for the network's own")
+        for k in ("blur", "noise", "pixel_loss", "network"):
+            if not isinstance(getattr(self, k), str): raise UserError(f"{k}={getattr(self, k)!r} must be a name in quotation marks, such as {type(self).__dataclass_fields__[k].default!r}")
+        if not self.val + self.test < 1: raise UserError(f"val={self.val} and test={self.test} leave nothing to train on; together they must be below 1")
         size = self.image_size or {2: (128, 128), 3: (64, 64, 64)}[self.spatial_dims]
-        if len(size) != self.spatial_dims or not all(isinstance(n, int) and n > 0 for n in size): raise UserError(f"image_size={size!r} must be {self.spatial_dims} positive integers for spatial_dims={self.spatial_dims}")
+        if not isinstance(size, (tuple, list)) or len(size) != self.spatial_dims or not all(isinstance(n, int) and n > 0 for n in size): raise UserError(f"image_size={size!r} must be {self.spatial_dims} positive integers for spatial_dims={self.spatial_dims}, such as {(64,) * self.spatial_dims}")
+        if not self.data_root and min(size) < 8: raise UserError(f"image_size={tuple(size)}: phantoms have at least 8 voxels along each axis; take 8 or more, or give data_root")
         self.image_size, self.blocks = tuple(size), self.blocks and tuple(self.blocks)
         for what, value, known in (("network", self.network, OPTIONS), ("pixel_loss", self.pixel_loss, PIXEL_LOSSES)):
             if value not in known: raise UnknownName(what, value, known)
@@ -191,9 +197,8 @@ class Restoration(Recipe):
 
     def write(self, result, case, output):
         "Write a restored picture to a file, or into a folder as CASE-restored in the kind of its input."
-        file = Path(output)
         ending = ".nii.gz" if not isinstance(result, Image) else ".png" if result.dtype in ("bool", "uint8", "uint16") else ".tif"
-        return write_any(result, file if file.name.lower().endswith(self.endings) else file / f"{case.name}-restored{ending}")
+        return write_any(result, output_file(output, case, f"{case.name}-restored{ending}", self.endings))
 
     def evaluate(self, model, cases=None, **options):
         "PSNR and SSIM beside those of the blurred input, see `score`; on held-out pairs, or on training pairs where none is held out, which the table says."

@@ -20,6 +20,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..core import UserError
+from ..numerics import is_finite
 from .state import state_of
 from .step import _size
 
@@ -148,6 +149,7 @@ class Loop:
         except BaseException as e:
             state = "failed"
             self.event("error", f"{type(e).__name__}: {e}", "error", traceback=traceback.format_exc())
+            if isinstance(e, RunFailed) and all(bool(is_finite(p)) for p in self.model.parameters()): self.save()  # what was learned before
             raise
         finally:
             self.bar.close(self.number)
@@ -204,7 +206,7 @@ class Loop:
         if not self.bar.show or (now < self.bar.due and self.number < self.bar.total): return
         target = label[0] if micros and isinstance(label := micros[-1].get("target"), list) else "–"  # what is made, where the recipe names it
         last = self.last
-        self.bar.update(self.number, loss=last.get("loss"), lr=last.get("lr"), target=target, step=self.number, mem_gb=mem, step_time=now - start)
+        self.bar.update(self.number, loss=last.get("loss"), lr=last.get("lr"), target=target, step=self.number, mem_gb=mem, step_time=now - start, **({"skips_in_a_row": s.skips} if s.skips else {}))
 
     def _record(self, names, row):
         self._put(names, (self.step.number, *row))

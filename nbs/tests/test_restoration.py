@@ -93,10 +93,14 @@ def test_mistakes(images, argv, words):
 
 
 def test_mistakes_of_prediction(images, tmp_path):
-    for argv, words in (((images / "data", tmp_path / "a.png"), "give a folder as output"), ((images / "data/0.png", tmp_path / "a.jpg", "--overlap", 1), "overlap=1.0 must be in"), ((images / "data/0.png", tmp_path / "a.png", "--tile", 0), "tile=0 must be"),
+    before = (images / "data/0.png").read_bytes()
+    for argv, words in (((images / "data/0.png", images / "data/0.png"), "is the input itself"), ((images / "data/0.png", tmp_path / "a.jpg"), "cannot write '.jpg'"), ((images / "data", tmp_path / "a.png"), "give a folder as output"), ((images / "data/0.png", tmp_path / "a.png", "--overlap", 1), "overlap=1.0 must be in"), ((images / "data/0.png", tmp_path / "a.png", "--tile", 0), "tile=0 must be"),
                         ((images / "nowhere", tmp_path / "a.png"), "does not exist"), ((images / "data/0.png", tmp_path / "a.png", "--modality", "t1n"), "modality")):
         status, out, err = said("predict", images / "run", *argv)
         assert status == 2 and words in err and "Traceback" not in err, (argv, status, err)
+    assert (images / "data/0.png").read_bytes() == before
+    status, out, err = said("train", "fast_ddpm", "--resume", images / "run", "--steps", 9)
+    assert status == 2 and "is a run of restoration, not of fast_ddpm" in err
 
 
 def test_switches_survive_a_stop_and_replay(tmp_path):
@@ -129,6 +133,7 @@ def test_the_watch_speaks_in_a_run(tmp_path):
         losses = t.step.losses
         t.step.losses = lambda m, b: {k: v * (math.inf if t.number >= 5 else 1) for k, v in losses(m, b).items()}
         with pytest.raises(RuntimeError, match="40 steps in a row"): t.fit(60, progress=False)
+        assert t.run.checkpoints()[-1].step >= 4, "what was learned before the failure is kept"
         said = t.run.events("scaler")
         assert said[0].level == "error" and said[0].step - 5 <= 3 and "the forward pass overflows" in said[0].text and "fixes: fp32_fft, ortho_fft, norm_fp32, bf16, fp32" in said[0].text
         assert any("below 1024 (critical)" in e.text for e in said) and t.run.metrics("scale")["scale"].value.min() >= 1 and t.run.events("scale_floor")
