@@ -54,6 +54,14 @@ SWITCHES = dict(fft_fp32=(frequency.set_fft_fp32, frequency.read_fft_fp32), fft_
 PIXEL_LOSSES = dict(l1=l1, charbonnier=charbonnier)
 
 
+def _check_fields(recipe):
+    "Raise `UserError` for numbers that are none, or too small, and for names that are none."
+    for k, kind, low in (("dim", int, 1), ("patch", int, 1), ("refinement", int, 0), ("expansion", (int, float), 0.01)):
+        if (v := getattr(recipe, k)) is not None and (isinstance(v, bool) or not isinstance(v, kind) or v < low): raise UserError(f"{k}={v!r} must be {'an integer' if kind is int else 'a number'} ≥ {low}, or None for the network's own")
+    for k in ("blur", "noise", "pixel_loss", "network"):
+        if not isinstance(getattr(recipe, k), str): raise UserError(f"{k}={getattr(recipe, k)!r} must be a name in quotation marks, such as {type(recipe).__dataclass_fields__[k].default!r}")
+
+
 @strict
 @dataclass
 class Restoration(Recipe):
@@ -89,10 +97,7 @@ class Restoration(Recipe):
     def __post_init__(self):
         super().__post_init__()
         if self.spatial_dims not in (2, 3): raise UserError(f"spatial_dims={self.spatial_dims!r} must be 2 or 3")
-        for k, kind, low in (("dim", int, 1), ("patch", int, 1), ("refinement", int, 0), ("expansion", (int, float), 0.01)):
-            if (v := getattr(self, k)) is not None and (isinstance(v, bool) or not isinstance(v, kind) or v < low): raise UserError(f"{k}={v!r} must be {'an integer' if kind is int else 'a number'} ≥ {low}, or None for the network's own")
-        for k in ("blur", "noise", "pixel_loss", "network"):
-            if not isinstance(getattr(self, k), str): raise UserError(f"{k}={getattr(self, k)!r} must be a name in quotation marks, such as {type(self).__dataclass_fields__[k].default!r}")
+        _check_fields(self)
         if not self.val + self.test < 1: raise UserError(f"val={self.val} and test={self.test} leave nothing to train on; together they must be below 1")
         size = self.image_size or {2: (128, 128), 3: (64, 64, 64)}[self.spatial_dims]
         if not isinstance(size, (tuple, list)) or len(size) != self.spatial_dims or not all(isinstance(n, int) and n > 0 for n in size): raise UserError(f"image_size={size!r} must be {self.spatial_dims} positive integers for spatial_dims={self.spatial_dims}, such as {(64,) * self.spatial_dims}")

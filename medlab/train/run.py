@@ -287,6 +287,16 @@ class Run:
         found = [run_or_fault(p.parent) for p in Path(root).glob("*/run.db")]
         return sorted([r for r in found if isinstance(r, Run)], key=lambda r: (r.meta.get("created", 0), r.name))
 
+    def plot(self,
+        *names,  # of series; none: loss, learning rate, gradient norm and loss scale
+        points:int=2000,  # per series, see `metrics`
+    ):  # matplotlib.figure.Figure
+        "A figure for reports: a panel for each series, the applied changes as marks; raises `UnknownName`."
+        from medlab.pictures import show_curves
+        names = names or [n for n in ("loss", "lr", "grad_norm", "scale") if n in self.names()]
+        marks = [(c.applied_step, ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in c.new.items())) for c in self.changes() if c.state == "applied"]
+        return show_curves(self.metrics(*names, points=points), marks)
+
     def close(self): "Close the reading connection."; self._db.close()
 
     def __repr__(self): return f"Run({str(self.path)!r}, {self.state}, step {self.step})"
