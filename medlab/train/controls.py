@@ -81,6 +81,7 @@ class Controls:
             else:
                 c.state, c.verified = "applied", True
                 self.trainer.mailbox.finish(c)
+                self.trainer.store.set_meta(values=self.trainer.knobs.values())
                 self.trainer.event("change", f"step {c.applied_step}: {', '.join(f'{k} {c.old[k]} → {c.new[k]}' for k in c.new)}", source=c.source)
 
     def _revert(self, change, reason):
@@ -88,6 +89,7 @@ class Controls:
         if "lr" in change.old: self.trainer.rate.anchor = self.anchor  # the rate as it was, schedule included
         change.state, change.verified, change.reason = "reverted", False, reason
         self.trainer.mailbox.finish(change)
+        self.trainer.store.set_meta(values=self.trainer.knobs.values())
         self.trainer.event("revert", f"step {change.applied_step}: {change.requested} was reverted: {reason}", "warning", source=change.source)
 
 

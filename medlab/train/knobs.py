@@ -63,31 +63,31 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 class Knobs(traitlets.HasTraits):
     "Values that may change while training runs; a recipe's knobs extend these."
-    lr = Real(1e-3, 0, 10, above=True, help="learning rate at the next step; the schedule goes on from there").tag(unit="per step")
-    weight_decay = Real(0.0, 0, 10, help="decoupled or L2 weight decay, as the optimizer has it").tag(off=0.0)
-    schedule = traitlets.Enum(SCHEDULES, "constant", help="shape of the learning rate over optimizer steps").tag(off="constant")
-    warmup = traitlets.Int(0, min=0, help="optimizer steps of linear warm-up").tag(unit="steps", off=0)
-    horizon = traitlets.Int(1000, min=1, help="optimizer steps until the schedule reaches its floor; length of one cycle for restarts").tag(unit="steps")
-    lr_floor = Real(0.0, 0, 1, help="lowest multiplier of the schedule").tag(off=0.0)
-    clip_norm = Real(None, 0, 1e9, above=True, allow_none=True, help="scale the gradient so that its norm is at most this").tag(off=None)
-    clip_by_loss = traitlets.Bool(False, help="clip at norm 25 where the loss is above 50, 50 above 10, 100 else; the smaller of this and clip_norm").tag(off=False)
-    precision = traitlets.Enum(PRECISIONS, "fp32", help="type of the forward pass under autocast; fp16 with loss scaling").tag(off="fp32")
-    accumulate = traitlets.Int(1, min=1, max=4096, help="micro-batches per optimizer step").tag(unit="micro-batches", off=1)
-    ema = Real(None, 0, 1, allow_none=True, help="decay of the averaged weights used for prediction; 1 freezes them").tag(off=None)
-    validate = traitlets.Bool(True, help="check every sample for non-finite values before it is used").tag(off=False)
-    check_loss = traitlets.Bool(True, help="leave samples with a non-finite loss out of the batch, and count them; off: such a loss goes on into the backward pass, and the step is skipped there").tag(off=False)
-    val_every_steps = traitlets.Int(0, min=0, help="steps between validations").tag(unit="steps", off=0)
-    val_cases = traitlets.Int(2, min=1, help="cases per validation").tag(unit="cases")
-    save_every = traitlets.Int(200, min=0, help="steps between checkpoints; one is always written at the end").tag(unit="steps", off=0)
-    keep = traitlets.Int(3, min=1, help="checkpoints kept, the newest").tag(unit="files")
-    log_every = traitlets.Int(1, min=1, max=1000, help="steps between transfers of telemetry from the device; every step is recorded").tag(unit="steps")
-    scaler_watch = traitlets.Bool(True, help="warn of a falling loss scale and of skipped steps in fp16").tag(off=False)
-    scale_warn = Real(16384.0, 0, help="loss scale below which the watch warns; a hint, the skips are the signal")
-    scale_critical = Real(1024.0, 0, help="loss scale below which the watch's warning is critical")
-    skip_alarm = traitlets.Int(3, min=1, help="consecutive skipped steps at which the watch raises the alarm").tag(unit="steps")
-    skip_rate = Real(0.01, 0, 1, above=True, help="share of skipped steps in a growth window of the loss scale above which the watch warns")
-    scale_floor = Real(1.0, 0, 65536, help="lowest loss scale; without one it can reach zero, where the weights become NaN").tag(off=0.0)
-    max_skips = traitlets.Int(50, min=1, help="consecutive skipped steps after which training stops with a diagnosis").tag(unit="steps")
+    lr = Real(1e-3, 0, 10, above=True, help="learning rate at the next step; the schedule goes on from there").tag(unit="per step", concern="learning rate")
+    weight_decay = Real(0.0, 0, 10, help="decoupled or L2 weight decay, as the optimizer has it").tag(off=0.0, concern="learning rate")
+    schedule = traitlets.Enum(SCHEDULES, "constant", help="shape of the learning rate over optimizer steps").tag(off="constant", concern="learning rate")
+    warmup = traitlets.Int(0, min=0, help="optimizer steps of linear warm-up").tag(unit="steps", off=0, concern="learning rate")
+    horizon = traitlets.Int(1000, min=1, help="optimizer steps until the schedule reaches its floor; length of one cycle for restarts").tag(unit="steps", concern="learning rate")
+    lr_floor = Real(0.0, 0, 1, help="lowest multiplier of the schedule").tag(off=0.0, concern="learning rate")
+    clip_norm = Real(None, 0, 1e9, above=True, allow_none=True, help="scale the gradient so that its norm is at most this").tag(off=None, concern="gradients")
+    clip_by_loss = traitlets.Bool(False, help="clip at norm 25 where the loss is above 50, 50 above 10, 100 else; the smaller of this and clip_norm").tag(off=False, concern="gradients")
+    precision = traitlets.Enum(PRECISIONS, "fp32", help="type of the forward pass under autocast; fp16 with loss scaling").tag(off="fp32", concern="numerics")
+    accumulate = traitlets.Int(1, min=1, max=4096, help="micro-batches per optimizer step").tag(unit="micro-batches", off=1, concern="gradients")
+    ema = Real(None, 0, 1, allow_none=True, help="decay of the averaged weights used for prediction; 1 freezes them").tag(off=None, concern="weights")
+    validate = traitlets.Bool(True, help="check every sample for non-finite values before it is used").tag(off=False, concern="data")
+    check_loss = traitlets.Bool(True, help="leave samples with a non-finite loss out of the batch, and count them; off: such a loss goes on into the backward pass, and the step is skipped there").tag(off=False, concern="data")
+    val_every_steps = traitlets.Int(0, min=0, help="steps between validations").tag(unit="steps", off=0, concern="validation")
+    val_cases = traitlets.Int(2, min=1, help="cases per validation").tag(unit="cases", concern="validation")
+    save_every = traitlets.Int(200, min=0, help="steps between checkpoints; one is always written at the end").tag(unit="steps", off=0, concern="checkpoints")
+    keep = traitlets.Int(3, min=1, help="checkpoints kept, the newest").tag(unit="files", concern="checkpoints")
+    log_every = traitlets.Int(1, min=1, max=1000, help="steps between transfers of telemetry from the device; every step is recorded").tag(unit="steps", concern="telemetry")
+    scaler_watch = traitlets.Bool(True, help="warn of a falling loss scale and of skipped steps in fp16").tag(off=False, concern="loss scale")
+    scale_warn = Real(16384.0, 0, help="loss scale below which the watch warns; a hint, the skips are the signal").tag(concern="loss scale")
+    scale_critical = Real(1024.0, 0, help="loss scale below which the watch's warning is critical").tag(concern="loss scale")
+    skip_alarm = traitlets.Int(3, min=1, help="consecutive skipped steps at which the watch raises the alarm").tag(unit="steps", concern="loss scale")
+    skip_rate = Real(0.01, 0, 1, above=True, help="share of skipped steps in a growth window of the loss scale above which the watch warns").tag(concern="loss scale")
+    scale_floor = Real(1.0, 0, 65536, help="lowest loss scale; without one it can reach zero, where the weights become NaN").tag(off=0.0, concern="loss scale")
+    max_skips = traitlets.Int(50, min=1, help="consecutive skipped steps after which training stops with a diagnosis").tag(unit="steps", concern="loss scale")
 
     def __init__(self,
         **values,  # knob → value, validated
@@ -216,9 +216,9 @@ class Mailbox:
                 self.finish(change)
                 continue
             with self.lock: self.waiting.append(change)
-        for i, name in db.execute("SELECT id, name FROM commands WHERE state='pending' ORDER BY id").fetchall():
+        for i, name, data in db.execute("SELECT id, name, data FROM commands WHERE state='pending' ORDER BY id").fetchall():
             db.execute("UPDATE commands SET state=? WHERE id=?", ("taken" if name in COMMANDS else "refused", i))
-            if name in COMMANDS: self.commands.append(name)
+            if name in COMMANDS: self.commands.append((name, json.loads(data)))
 
 
 def whole(

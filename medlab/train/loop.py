@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from ..core import UserError
 from ..numerics import is_finite
-from .state import state_of
+from .state import go_back, state_of
 from .step import _size
 
 # %% ../../nbs/48_loop.ipynb #ac48f24d
@@ -110,6 +110,13 @@ class Loop:
             self.event("checkpoint", f"step {self.number} was saved as {file.name}")
         return file
 
+    def restore(self,
+        step:int=None,  # of a kept checkpoint; None: the newest
+    ):
+        "Go back to a checkpoint, see `go_back`; while another thread trains, it is asked to do so before its next step."
+        if self.runner in (None, threading.get_ident()): go_back(self, step)
+        else: self.mailbox.commands.append(("restore", dict(step=step)))
+
     def snapshot(self) -> torch.nn.Module:
         "A copy of the model for prediction, in evaluation mode, with the averaged weights where there are any."
         with self.lock, (self.step.average.applied(self.model) if self.step.average else contextlib.nullcontext()):
@@ -121,7 +128,7 @@ class Loop:
         if self.store.closed: raise UserError(f"this trainer was closed; go on with Trainer.open({str(self.path)!r})")
         if not self.busy.acquire(blocking=False): raise UserError("training runs already; stop() it first, or wait()")
         self._stop.clear()
-        self.error, self.mailbox.commands = None, [c for c in self.mailbox.commands if c != "stop"]
+        self.error, self.mailbox.commands = None, []  # they were meant for what ran before
         self.store.set_meta(state="running", target=target)
         return target
 
@@ -169,9 +176,10 @@ class Loop:
 
     def _commands(self):
         while self.mailbox.commands:
-            name = self.mailbox.commands.pop(0)
-            self.event("command", name)
-            getattr(self, name)()
+            name, data = self.mailbox.commands.pop(0)
+            self.event("command", " ".join(map(str, (name, *data.values()))))
+            try: getattr(self, name)(**data)
+            except (UserError, TypeError) as e: self.event("command", f"{name} was refused: {e}", "warning")
 
     def _paused(self):
         self.step.flush()

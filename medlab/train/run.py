@@ -19,6 +19,7 @@ from pathlib import Path
 
 import filelock
 import numpy as np
+import psutil
 
 from ..core import UnknownName, UserError
 from .store import BLOCK, BUCKET, Store, summarize
@@ -143,7 +144,7 @@ def is_live(
     return False
 
 # %% ../../nbs/40_run.ipynb #279718ae
-COMMANDS = ("pause", "resume", "stop", "save")
+COMMANDS = ("pause", "resume", "stop", "save", "restore")
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class ChangeRecord:
     source:str  # who asked: "api", "panel", "command", "replay"
     requested:dict  # knob → value asked for
     at:int  # step before which it is to be applied; None: the next one
-    state:str  # "pending", "applied", "refused" or "reverted"
+    state:str  # "pending", "applied", "refused", "reverted", or "undone" where the run went back before it
     applied_step:int  # first step that used the new values; None until then
     old:dict  # knob → value before
     new:dict  # knob → value read back after
@@ -182,6 +183,11 @@ def _check(db, path):
     except sqlite3.OperationalError: raise  # such as a lock: nothing that a user could mend
     except sqlite3.DatabaseError as e: raise UserError(f"{path / 'run.db'} is damaged ({e}); put it back from a copy, or start a new run") from e
     if not whole: raise UserError(f"{path / 'run.db'} holds no run yet; unless a trainer is starting there, its process died before it made one: remove the folder")
+
+
+def _exists(process):
+    "Whether a process that was started here is there still."
+    return process["host"] == socket.gethostname() and psutil.pid_exists(process["pid"]) and psutil.Process(process["pid"]).status() != psutil.STATUS_ZOMBIE
 
 
 def run_or_fault(
@@ -217,9 +223,16 @@ class Run:
 
     @property
     def state(self):
-        "`running`, `paused`, `stopped`, `done`, `failed`, or `killed` where a running trainer ended without a word."
-        state = self.meta.get("state", "created")
-        return "killed" if state in ("running", "paused") and not is_live(self.path) else state
+        "`starting`, `running`, `paused`, `stopped`, `done`, `failed`, or `killed` where a running trainer ended without a word."
+        meta = self.meta
+        state = meta.get("state", "created")
+        if state not in ("starting", "running", "paused") or is_live(self.path) or (state == "starting" and _exists(meta["process"])): return state
+        return "killed"
+
+    @property
+    def environment(self):
+        "What the last segment is computed with: device, threads, process, versions; {} before the first."
+        return json.loads(next(iter(self._all("SELECT info FROM segments ORDER BY id DESC LIMIT 1")), ("{}",))[0])
 
     @property
     def step(self):
@@ -245,14 +258,17 @@ class Run:
 
     def events(self,
         kind:str=None,  # only this kind; None: all
+        after:int=0,  # only those with a larger id
     ) -> list:
         "Events in the order in which they were recorded."
-        rows = self._all("SELECT id, time, step, kind, level, text, data FROM events WHERE ?1 IS NULL OR kind=?1 ORDER BY id", kind)
+        rows = self._all("SELECT id, time, step, kind, level, text, data FROM events WHERE id > ?2 AND (?1 IS NULL OR kind=?1) ORDER BY id", kind, after)
         return [Event(*r[:6], json.loads(r[6])) for r in rows]
 
-    def changes(self) -> list:
+    def changes(self,
+        after:int=0,  # only those with a larger id
+    ) -> list:
         "Requests for changes in the order in which they were made, with what became of them."
-        rows = self._all("SELECT id, time, source, requested, at, state, step, old, new, verified, reason FROM changes ORDER BY id")
+        rows = self._all("SELECT id, time, source, requested, at, state, step, old, new, verified, reason FROM changes WHERE id > ? ORDER BY id", after)
         return [ChangeRecord(*r[:3], json.loads(r[3]), *r[4:7], _loads(r[7]), _loads(r[8]), None if r[9] is None else bool(r[9]), r[10]) for r in rows]
 
     def checkpoints(self) -> list:
@@ -271,13 +287,14 @@ class Run:
                 (time.time(), source, json.dumps(knobs), at)).lastrowid
 
     def command(self,
-        name:str,  # "pause", "resume", "stop" or "save"
+        name:str,  # one of `COMMANDS`
         source:str="api",  # who asks, for the log
+        **data,  # of the command: the step of the checkpoint, for "restore"
     ) -> int:  # id of the command, durable when returned
-        "Ask the run's trainer to pause, resume, stop or save a checkpoint."
+        "Ask the run's trainer, while it trains, to pause, resume, stop, save a checkpoint, or go back to one. What became of it is among the events."
         if name not in COMMANDS: raise UnknownName("command", name, COMMANDS)
         with self._lock:
-            return self._db.execute("INSERT INTO commands(time, source, name, state) VALUES(?,?,?,'pending')", (time.time(), source, name)).lastrowid
+            return self._db.execute("INSERT INTO commands(time, source, name, state, data) VALUES(?,?,?,'pending',?)", (time.time(), source, name, json.dumps(data))).lastrowid
 
     @staticmethod
     def list(

@@ -29,7 +29,7 @@ CREATE TABLE IF NOT EXISTS events(id INTEGER PRIMARY KEY, time REAL NOT NULL, st
 CREATE TABLE IF NOT EXISTS changes(id INTEGER PRIMARY KEY, time REAL NOT NULL, source TEXT NOT NULL, requested TEXT NOT NULL,
     at INTEGER, state TEXT NOT NULL, step INTEGER, old TEXT, new TEXT, verified INTEGER, reason TEXT);
 CREATE TABLE IF NOT EXISTS commands(id INTEGER PRIMARY KEY, time REAL NOT NULL, source TEXT NOT NULL, name TEXT NOT NULL,
-    state TEXT NOT NULL);
+    state TEXT NOT NULL, data TEXT NOT NULL DEFAULT '{}');
 CREATE TABLE IF NOT EXISTS checkpoints(id INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL, file TEXT NOT NULL,
     sha256 TEXT NOT NULL, bytes INTEGER NOT NULL, state TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS chunks(id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, first INTEGER NOT NULL,
@@ -141,6 +141,7 @@ def connect(
     mode = db.execute(f"PRAGMA journal_mode={'DELETE' if network else 'WAL'}").fetchone()[0]
     db.execute("PRAGMA synchronous=FULL")
     db.executescript(TABLES)
+    if "data" not in {c[1] for c in db.execute("PRAGMA table_info(commands)")}: db.execute("ALTER TABLE commands ADD COLUMN data TEXT NOT NULL DEFAULT '{}'")  # a run of an earlier version
     return db, mode
 
 # %% ../../nbs/39_store.ipynb #f0fd6dfd

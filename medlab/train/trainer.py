@@ -18,10 +18,12 @@ import torch
 from ..core import UserError
 from .checkpoint import Checkpoints
 from .controls import Controls
+from .describe import describe
 from .feed import Feed
 from .knobs import Change, Fixes, Mailbox, Switch
-from .loop import Loop, interrupts
+from .loop import Loop, interrupts, last_step
 from .memory import Memory
+from .process import hand_over
 from .recipe import Recipe
 from .run import Run, hold
 from .scaler import ScalerWatch
@@ -86,7 +88,7 @@ class Trainer(Loop):
         self.store.on_rows = self.sinks.log_rows
         self.number, self.mem = 0, None
         self.lock, self.busy, self.runner, self.thread, self.error, self.row = threading.RLock(), threading.Lock(), None, None, None, ((), ())
-        self._stop, self._pause, self._frames, self._times = threading.Event(), threading.Event(), {}, None
+        self._stop, self._pause = threading.Event(), threading.Event()
         try: self._build(stored, knobs)
         except BaseException: self.close(); raise
 
@@ -101,16 +103,21 @@ class Trainer(Loop):
     def _build(self, stored, knobs):
         self.rate, self.controls, self.mailbox = Rate(self.knobs), Controls(self), Mailbox(self.store, self.recipe.Knobs)
         self.step = step_for(self.optimizer)(self.model, self.optimizer, self.recipe.losses, self.knobs, self.rate, self._report, self._record, self.recipe.seed, self.device)
-        self.watch = ScalerWatch(self.knobs, self.event, [f.name for f in self.recipe.fixes()], self.step.scaler.get_growth_interval())
         self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
         self.checkpoints = Checkpoints(self.path, self.store)
         if stored: self._go_on(stored)
         self.controls.enforce()
         if stored and knobs: self.set(**knobs)
         if not stored: self.store.set_meta(created=time.time(), data=self.info, knobs=self.knobs.values(), recipe=[type(self.recipe).__module__, type(self.recipe).__name__, self.recipe.config()])
-        self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", self.number, time.time(), json.dumps(environment(self))).result()
+        self.open_segment()
         for case, reason in self.info.get("quarantined", ()): self.event("quarantine", f"{case} is left out: {reason}", "warning", case=case)
         self.feed.seek(self.feed.cursor)
+
+    def open_segment(self):
+        "What is recorded from here on belongs to a new segment, which makes void what others recorded after this step."
+        self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", self.number, time.time(), json.dumps(environment(self))).result()
+        self._frames, self._times, self.watch = {}, None, ScalerWatch(self.knobs, self.event, [f.name for f in self.recipe.fixes()], self.step.scaler.get_growth_interval())
+        self.store.set_meta(values=self.knobs.values(), controls=describe(self.recipe.Knobs, self.recipe.fixes()))
 
     def _go_on(self, stored):
         state, passed = self.checkpoints.newest(self.device)
@@ -151,8 +158,10 @@ class Trainer(Loop):
 
     def start(self,
         steps:int=None, until:int=None,  # as in `fit`; neither: until `stop`
+        process:bool=False,  # in a process of its own, which outlives this one, see `medlab.train.process`; this trainer is closed, and what is returned is the `Run`
     ):
-        "Train in a worker thread; returns at once."
+        "Train in a worker thread; returns at once. Raises `UserError` where a process could not build the recipe."
+        if process: return hand_over(self, None if steps is None and until is None else last_step(self.number, steps, until))
         if steps is None and until is None: until = 10**12
         target = self._target(steps, until)
         self.thread = threading.Thread(target=self._worker, args=(target,), name="medlab-trainer", daemon=True)
