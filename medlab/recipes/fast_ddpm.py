@@ -24,9 +24,9 @@ from ..train.recipe import Recipe, Table
 # %% ../../nbs/60_fast_ddpm.ipynb #da7aea5f
 class FastDDPMKnobs(Knobs):
     "Knobs of the synthesis recipe."
-    lr = Real(1e-5, 0, 10, above=True, help=Knobs.class_traits()["lr"].help).tag(unit="per step")
-    clip_norm = Real(1.0, 0, 1e9, above=True, allow_none=True, help=Knobs.class_traits()["clip_norm"].help).tag(off=None)
-    ema = Real(0.999, 0, 1, allow_none=True, help=Knobs.class_traits()["ema"].help).tag(off=None)
+    lr = Real(1e-5, 0, 10, above=True, help=Knobs.class_traits()["lr"].help).tag(unit="per step", concern="learning rate")
+    clip_norm = Real(1.0, 0, 1e9, above=True, allow_none=True, help=Knobs.class_traits()["clip_norm"].help).tag(off=None, concern="gradients")
+    ema = Real(0.999, 0, 1, allow_none=True, help=Knobs.class_traits()["ema"].help).tag(off=None, concern="weights")
 
 
 def _whole(name, values, n=None):
@@ -71,9 +71,8 @@ class FastDDPM(Recipe):
         self.image_size, self.channels = _whole("image_size", self.image_size, 3), _whole("channels", self.channels)
         for what, value, known in (("target", self.target, ("any", *self.modalities)), ("mode", self.mode, ("resize", "patch")), ("prediction", self.prediction, PREDICTIONS)):
             if value not in known: raise UnknownName(what, value, known)
-        factor = 2 ** (len(self.channels) - 1)
         for axis, n in zip("zyx", self.image_size):
-            if n % factor: raise UserError(f"image_size {self.image_size} must divide by {factor} along {axis} ({len(self.channels)} levels); try {max(1, round(n / factor)) * factor}")
+            if n % (factor := 2 ** (len(self.channels) - 1)): raise UserError(f"image_size {self.image_size} must divide by {factor} along {axis} ({len(self.channels)} levels); try {max(1, round(n / factor)) * factor}")
         for c in self.channels:
             if c % self.norm_groups: raise UserError(f"norm_groups={self.norm_groups} must divide every entry of channels={self.channels}; try {int(np.gcd.reduce(self.channels))}")
         self.schedule, self.time_points = Schedule(), time_points(self.points, self.spacing)
@@ -171,12 +170,19 @@ class FastDDPM(Recipe):
         "Synthesize a modality of a case, see `predict_case`."
         return predict_case(self, model, case, modality, **options)
 
-    def evaluate(self, model, cases=None, modality=None, **options):
-        "PSNR and SSIM beside the baselines, see `score`; on held-out cases, or on training cases where none is held out, which the table says."
+    def _wanted(self, cases=None, modality=None):
+        "Pairs of a case and a modality of it that can be hidden and synthesized; held-out cases where there are any."
         held = [*self.split.val, *self.split.test]
         names = (held or self.split.train)[:cases] if cases is None or isinstance(cases, int) else list(cases)
         wanted = [modality or self.target] if (modality or self.target) != "any" else self.modalities
-        rows = [score(self, model, n, m, **options) for n in names for m in wanted if m in self.cases[n].modalities and len(self.cases[n].modalities) > 1]
+        return [(n, m) for n in names for m in wanted if m in self.cases[n].modalities and len(self.cases[n].modalities) > 1]
+
+    def previews(self): "Each modality of each held-out case."; return {f"{n}, {m}": (n, m) for n, m in self._wanted()}
+    def preview(self, model, name, modality): "One given modality, the hidden one as it is synthesized, and as it is."; return _compare(self, model, name, modality)
+
+    def evaluate(self, model, cases=None, modality=None, **options):
+        "PSNR and SSIM beside the baselines, see `score`; on held-out cases, or on training cases where none is held out, which the table says."
+        rows = [score(self, model, n, m, **options) for n, m in self._wanted(cases, modality)]
         seen = sorted({r["case"] for r in rows} & set(self.split.train))
         return Table(rows, f"{', '.join(seen)} {'was' if len(seen) == 1 else 'were'} trained on: these are no results on unseen cases" if seen else "")
 
@@ -253,6 +259,15 @@ def predict_case(
     if modality not in recipe.ranges: raise UserError(f"{modality!r} was in no case of the run, so it was never learned; it can synthesize {', '.join(recipe.ranges)}")
     if not loaded.available.any(): raise UserError(f"case {case.name!r} has no modality other than {modality!r} to synthesize it from")
     return to_volume(loaded, synthesize(recipe, model, _fit(recipe, loaded.image), modality, **options), modality, recipe.ranges.get(modality))
+
+
+def _compare(recipe, model, name, modality):
+    "One of the given modalities, what is made of them, and what it should be; volumes by name."
+    data = recipe.data([name])
+    full, seen, channel = data.load(0), data.load(0, hide=(modality,)), recipe.modalities.index
+    given = next(m for m, a in zip(recipe.modalities, seen.available) if a)
+    made = to_volume(seen, synthesize(recipe, model, _fit(recipe, seen.image), modality), modality, full.ranges[modality])
+    return {given: to_volume(full, full.image[channel(given)], given), "prediction": made, "truth": to_volume(full, full.image[channel(modality)], modality)}
 
 
 def _fit(recipe, image):

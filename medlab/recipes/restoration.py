@@ -29,13 +29,13 @@ from ..train.recipe import Recipe, Table, output_file
 # %% ../../nbs/61_restoration.ipynb #c77e4afd
 class RestorationKnobs(Knobs):
     "Knobs of the restoration recipe."
-    fft_fp32 = traitlets.Bool(True, help="transforms in float32; off: in half precision where the step computes in fp16").tag(off=False)
-    fft_ortho = traitlets.Bool(False, help="scale both transforms by 1/√N instead of the inverse by 1/N").tag(off=False)
-    norm_eps = Real(1e-5, 0, 1, above=True, help="added to the variance in every normalization layer")
-    norm_fp32 = traitlets.Bool(True, help="hand-written norms in float32; off: in the type that they are given").tag(off=False)
-    fft_loss_norm = traitlets.Enum(("none", "size", "ortho"), "none", help="what the spectrum in the loss is divided by: 1, the number of voxels N, or √N").tag(off="none")
-    fft_weight = Real(0.1, 0, 1e6, help="weight of the frequency loss").tag(off=0.0)
-    checkpointing = traitlets.Bool(False, help="recompute activations in the backward pass: less memory, more time").tag(off=False)
+    fft_fp32 = traitlets.Bool(True, help="transforms in float32; off: in half precision where the step computes in fp16").tag(off=False, concern="numerics")
+    fft_ortho = traitlets.Bool(False, help="scale both transforms by 1/√N instead of the inverse by 1/N").tag(off=False, concern="numerics")
+    norm_eps = Real(1e-5, 0, 1, above=True, help="added to the variance in every normalization layer").tag(concern="numerics")
+    norm_fp32 = traitlets.Bool(True, help="hand-written norms in float32; off: in the type that they are given").tag(off=False, concern="numerics")
+    fft_loss_norm = traitlets.Enum(("none", "size", "ortho"), "none", help="what the spectrum in the loss is divided by: 1, the number of voxels N, or √N").tag(off="none", concern="loss")
+    fft_weight = Real(0.1, 0, 1e6, help="weight of the frequency loss").tag(off=0.0, concern="loss")
+    checkpointing = traitlets.Bool(False, help="recompute activations in the backward pass: less memory, more time").tag(off=False, concern="memory")
 
 
 REMEDIES = (
@@ -52,6 +52,15 @@ SWITCHES = dict(fft_fp32=(frequency.set_fft_fp32, frequency.read_fft_fp32), fft_
 
 # %% ../../nbs/61_restoration.ipynb #55644233
 PIXEL_LOSSES = dict(l1=l1, charbonnier=charbonnier)
+
+
+def _sound(recipe, found):
+    "({name: pair that can be used}, {name: why another cannot}); raises `UserError` where none can."
+    pairs = {p.name: p for ps in found.values() for p in ps}
+    looked = pairs.values() if recipe.data_root else found["all"][:2]
+    bad = {c.case.name: c.reason for c in inspect_pairs(looked, recipe.spatial_dims, degradation=recipe.degradation, depth=recipe.depth) if c.reason}
+    if bad.keys() >= pairs.keys(): raise UserError(f"none of the {len(pairs)} pairs in {recipe.data_root!r} can be used: " + "; ".join(f"{n}: {r}" for n, r in list(bad.items())[:5]))
+    return {n: p for n, p in pairs.items() if n not in bad}, bad
 
 
 def _check_fields(recipe):
@@ -133,10 +142,7 @@ class Restoration(Recipe):
     def setup(self, split=None):
         "Find, check and split the pairs, see `Recipe.setup`."
         found = find_pairs(self.data_root, self.pattern) if self.data_root else dict(all=self._phantoms())
-        pairs = {p.name: p for ps in found.values() for p in ps}
-        bad = {c.case.name: c.reason for c in inspect_pairs(pairs.values() if self.data_root else found["all"][:2], self.spatial_dims, degradation=self.degradation, depth=self.depth) if c.reason}
-        self.pairs = {n: p for n, p in pairs.items() if n not in bad}
-        if not self.pairs: raise UserError(f"none of the {len(pairs)} pairs in {self.data_root!r} can be used: " + "; ".join(f"{n}: {r}" for n, r in list(bad.items())[:5]))
+        self.pairs, bad = _sound(self, found)
         self.split = Split(**split) if split else split_pairs(found, self.pairs, self.seed, **({} if "all" not in found else dict(val=self.val, test=self.test)))
         gone = {*self.split.train, *self.split.val, *self.split.test} - self.pairs.keys()
         if gone: raise UserError(f"{len(gone)} pairs of the stored split are not among the sound ones of {self.data_root!r} any more: {', '.join(sorted(gone)[:5])}; put them back, or start a new run")
@@ -192,12 +198,7 @@ class Restoration(Recipe):
 
     def predict(self, model, case, **options):
         "Restore a picture, see `restore`: a path or a `FilePair`; or a pair of the run by its name, blurred first where it is sharp."
-        if isinstance(case, str) and case in self.pairs: case = self.pairs[case]
-        if isinstance(case, (str, Path)):
-            found = self.find(case)
-            if len(found) > 1: raise UserError(f"{str(case)!r} holds {len(found)} pictures ({', '.join(p.name for p in found[:4])} …); name one")
-            case = found[0]
-        whole = self.data().whole(case)
+        whole = self.data().whole(_one(self, case))
         return replace(whole.restore(restore(self, model, whole, **options)), name="restored")
 
     def write(self, result, case, output):
@@ -205,13 +206,29 @@ class Restoration(Recipe):
         ending = ".nii.gz" if not isinstance(result, Image) else ".png" if result.dtype in ("bool", "uint8", "uint16") else ".tif"
         return write_any(result, output_file(output, case, f"{case.name}-restored{ending}", self.endings))
 
+    def _shown(self): return [*self.split.val, *self.split.test] or self.split.train
+    def previews(self): "Held-out pairs."; return {n: (n,) for n in self._shown()}
+
+    def preview(self, model, name):
+        "The blurred picture, what is made of it, and the sharp one."
+        whole = self.data([name]).whole(0)
+        return {k: whole.restore(x) for k, x in dict(blurred=whole.image, prediction=restore(self, model, whole), truth=whole.target).items()}
+
     def evaluate(self, model, cases=None, **options):
         "PSNR and SSIM beside those of the blurred input, see `score`; on held-out pairs, or on training pairs where none is held out, which the table says."
-        held = [*self.split.val, *self.split.test]
-        names = (held or self.split.train)[:cases] if cases is None or isinstance(cases, int) else list(cases)
+        names = self._shown()[:cases] if cases is None or isinstance(cases, int) else list(cases)
         rows = [score(self, model, n, **options) for n in names]
         seen = sorted({*names} & {*self.split.train})
         return Table(rows, f"{', '.join(seen)} {'was' if len(seen) == 1 else 'were'} trained on: these are no results on unseen cases" if seen else "")
+
+
+def _one(recipe, case):
+    "The pair that is meant; raises `UserError` for a path that holds several."
+    if isinstance(case, str) and case in recipe.pairs: return recipe.pairs[case]
+    if not isinstance(case, (str, Path)): return case
+    found = recipe.find(case)
+    if len(found) > 1: raise UserError(f"{str(case)!r} holds {len(found)} pictures ({', '.join(p.name for p in found[:4])} …); name one")
+    return found[0]
 
 
 def _input(pair):

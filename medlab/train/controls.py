@@ -84,6 +84,15 @@ class Controls:
                 self.trainer.store.set_meta(values=self.trainer.knobs.values())
                 self.trainer.event("change", f"step {c.applied_step}: {', '.join(f'{k} {c.old[k]} → {c.new[k]}' for k in c.new)}", source=c.source)
 
+    def obey(self,
+        command:str,  # name of a method of the trainer
+        data:dict,  # its arguments
+    ):
+        "Carry out a command; what it refuses is an event."
+        self.trainer.event("command", " ".join(map(str, (command, *data.values()))))
+        try: getattr(self.trainer, command)(**data)
+        except (UserError, TypeError) as e: self.trainer.event("command", f"{command} was refused: {e}", "warning")
+
     def _revert(self, change, reason):
         self.put(change.old)
         if "lr" in change.old: self.trainer.rate.anchor = self.anchor  # the rate as it was, schedule included

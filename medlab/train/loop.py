@@ -114,8 +114,7 @@ class Loop:
         step:int=None,  # of a kept checkpoint; None: the newest
     ):
         "Go back to a checkpoint, see `go_back`; while another thread trains, it is asked to do so before its next step."
-        if self.runner in (None, threading.get_ident()): go_back(self, step)
-        else: self.mailbox.commands.append(("restore", dict(step=step)))
+        go_back(self, step)
 
     def snapshot(self) -> torch.nn.Module:
         "A copy of the model for prediction, in evaluation mode, with the averaged weights where there are any."
@@ -168,18 +167,13 @@ class Loop:
         self._commands()
         if self._pause.is_set(): self._paused()
         if self._stop.is_set(): return False
-        due = self.mailbox.due(self.number + 1)
-        if due:
+        if due := self.mailbox.due(self.number + 1):
             self.step.flush()
             for change in due: self.controls.apply(change)
         return True
 
     def _commands(self):
-        while self.mailbox.commands:
-            name, data = self.mailbox.commands.pop(0)
-            self.event("command", " ".join(map(str, (name, *data.values()))))
-            try: getattr(self, name)(**data)
-            except (UserError, TypeError) as e: self.event("command", f"{name} was refused: {e}", "warning")
+        while self.mailbox.commands: self.controls.obey(*self.mailbox.commands.pop(0))
 
     def _paused(self):
         self.step.flush()
@@ -207,14 +201,13 @@ class Loop:
         now = time.perf_counter()
         if self.number % 16 == 1 or self.mem is None: self.mem, self.gpu = self.memory.host(), self.memory.gpu()
         mem, s, gpu = self.mem, self.step, self.gpu
-        if self._times is None: self._times = self.store.frame(*CLOCK, *(("gpu_gb",) if gpu is not None else ()))
+        if self.clock is None: self.clock = self.store.frame(*CLOCK, *(("gpu_gb",) if gpu is not None else ()))
         row = (self.number, now - start, loaded - start, s.forward_time, s.backward_time, s.update_time, mem, sum([_size(m) for m in micros]) / (now - start),
             self.feed.cursor, self.feed.cursor / len(self.feed.dataset), s.taken, s.skips, now - self.began)
-        self._times.append(row if gpu is None else (*row, gpu))
+        self.clock.append(row if gpu is None else (*row, gpu))
         if not self.bar.show or (now < self.bar.due and self.number < self.bar.total): return
         target = label[0] if micros and isinstance(label := micros[-1].get("target"), list) else "–"  # what is made, where the recipe names it
-        last = self.last
-        self.bar.update(self.number, loss=last.get("loss"), lr=last.get("lr"), target=target, step=self.number, mem_gb=mem, step_time=now - start, **({"skips_in_a_row": s.skips} if s.skips else {}))
+        self.bar.update(self.number, loss=self.last.get("loss"), lr=self.last.get("lr"), target=target, step=self.number, mem_gb=mem, step_time=now - start, **({"skips_in_a_row": s.skips} if s.skips else {}))
 
     def _record(self, names, row):
         self._put(names, (self.step.number, *row))
@@ -222,8 +215,8 @@ class Loop:
         if self.knobs.now.precision == "fp16" and self.knobs.now.scaler_watch: self.watch.see(self.step.number, *map(self.last.get, ("loss", "scale", "skipped")))
 
     def _put(self, names, row):
-        if names not in self._frames: self._frames[names] = self.store.frame(*names)  # a step may record other parts than the one before
-        self._frames[names].append(row)
+        if names not in self.frames: self.frames[names] = self.store.frame(*names)  # a step may record other parts than the one before
+        self.frames[names].append(row)
 
     @property
     def last(self) -> dict: "The telemetry of the last step."; return dict(zip(*self.row))

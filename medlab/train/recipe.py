@@ -207,6 +207,17 @@ class Recipe:
         from medlab.data.volume import write_volume
         return write_volume(result, output_file(output, case, f"{case.name}-{result.name}.nii.gz", self.endings))
 
+    def previews(self) -> dict:  # label → arguments of `preview`
+        "What can be looked at while training goes on: held-out cases first, none where a recipe has no preview."
+        return {}
+
+    def preview(self,
+        model:torch.nn.Module,  # in evaluation mode
+        *choice,  # arguments of one of `previews`
+    ) -> dict:  # column → `Volume` or `Image`, on one grid: what goes in, "prediction", and "truth" where it is known
+        "One case as it is predicted now, beside what it should be."
+        raise UserError(f"the recipe {self.name!r} has no preview")
+
     def evaluate(self,
         model:torch.nn.Module,  # in evaluation mode
         cases=None,  # how many, or which; None: all of the validation split

@@ -18,7 +18,6 @@ import torch
 from ..core import UserError
 from .checkpoint import Checkpoints
 from .controls import Controls
-from .describe import describe
 from .feed import Feed
 from .knobs import Change, Fixes, Mailbox, Switch
 from .loop import Loop, interrupts, last_step
@@ -26,10 +25,9 @@ from .memory import Memory
 from .process import hand_over
 from .recipe import Recipe
 from .run import Run, hold
-from .scaler import ScalerWatch
 from .schedule import Rate
 from .sinks import SafeSinks
-from .state import build, differing, environment, recipe_of, restore, torch_device
+from .state import ask_again, build, go_on, open_segment, recipe_of, torch_device
 from .step import step_for
 from .store import Store
 
@@ -105,31 +103,13 @@ class Trainer(Loop):
         self.step = step_for(self.optimizer)(self.model, self.optimizer, self.recipe.losses, self.knobs, self.rate, self._report, self._record, self.recipe.seed, self.device)
         self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
         self.checkpoints = Checkpoints(self.path, self.store)
-        if stored: self._go_on(stored)
+        if stored: go_on(self, stored)
         self.controls.enforce()
         if stored and knobs: self.set(**knobs)
         if not stored: self.store.set_meta(created=time.time(), data=self.info, knobs=self.knobs.values(), recipe=[type(self.recipe).__module__, type(self.recipe).__name__, self.recipe.config()])
-        self.open_segment()
+        open_segment(self)
         for case, reason in self.info.get("quarantined", ()): self.event("quarantine", f"{case} is left out: {reason}", "warning", case=case)
         self.feed.seek(self.feed.cursor)
-
-    def open_segment(self):
-        "What is recorded from here on belongs to a new segment, which makes void what others recorded after this step."
-        self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", self.number, time.time(), json.dumps(environment(self))).result()
-        self._frames, self._times, self.watch = {}, None, ScalerWatch(self.knobs, self.event, [f.name for f in self.recipe.fixes()], self.step.scaler.get_growth_interval())
-        self.store.set_meta(values=self.knobs.values(), controls=describe(self.recipe.Knobs, self.recipe.fixes()))
-
-    def _go_on(self, stored):
-        state, passed = self.checkpoints.newest(self.device)
-        for reason in passed: self.event("checkpoint", reason, "error")
-        if state: restore(self, state)
-        else: self.knobs.put(stored["knobs"])
-        self.event("resume", f"going on after step {self.number}" + ("" if state else " (no checkpoint was written)"))
-        if differ := differing(self.recipe, stored["recipe"][2]): self.event("config", f"the recipe is not the stored one: {', '.join(f'{k} {a} → {b}' for k, (a, b) in differ.items())}", "warning", **differ)
-        self._again([c for c in self.run.changes() if c.state == "applied" and c.applied_step > self.number and c.source != "resume"], "resume")
-
-    def _again(self, records, source):
-        for c in records: self.set(source, c.applied_step, **c.requested)
 
     # what others call
 
@@ -145,7 +125,7 @@ class Trainer(Loop):
         run,  # run directory whose changes are to be repeated at the steps at which they were applied
     ):
         "Repeat another run's changes from its log."
-        self._again([c for c in Run(run).changes() if c.state == "applied" and c.source != "resume"], "replay")
+        ask_again(self, Run(run).changes(), "replay")
 
     def fit(self,
         steps:int=None,  # so many more steps; None: see `until`
