@@ -14,5 +14,5 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submodules=["data", "phantoms", "recipes"],
-    submod_attrs={"core": ["UserError"], "train.run": ["Run"], "train.trainer": ["Trainer"]},
+    submod_attrs={"core": ["UserError"], "train.run": ["Run"], "train.trainer": ["Trainer"], "widgets.lab": ["Lab"]},
 )

@@ -174,13 +174,13 @@ def check(argv) -> int:
 
 
 def lab(argv) -> int:
-    "Open JupyterLab on a copy of the tutorials (default folder medlab-lab)."
+    "Open JupyterLab on a copy of the tutorials, at the live lab (default folder medlab-lab)."
     from medlab.tutorials import copy_tutorials
     optional("jupyterlab", "lab")
     folder = Path(argv[0] if argv and not argv[0].startswith("-") else "medlab-lab")
     copied = copy_tutorials(folder)
     print(f"{len(copied)} files copied to {folder}; notebooks that were there are untouched" if copied else f"the tutorials are in {folder}")
-    return subprocess.call([sys.executable, "-m", "jupyterlab", str(folder), *(a for a in argv if a.startswith("-"))])
+    return subprocess.call([sys.executable, "-m", "jupyterlab", str(folder), "--LabApp.default_url=/lab/tree/live_lab.ipynb", *(a for a in argv if a.startswith("-"))])
 
 
 def demo(argv) -> int:

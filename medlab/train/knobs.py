@@ -196,11 +196,11 @@ class Mailbox:
     def finish(self,
         change:Change,  # with `state` and the other fields set
     ):
-        "Record what became of a change and release those who wait for it."
+        "Record what became of a change; once that is on the disk, or cannot be, those who wait for it are released."
         values = [change.state, change.applied_step, *map(json.dumps, (change.old, change.new)), change.verified, change.reason]
-        change.row.add_done_callback(lambda f: f.exception() or self.store.write(
-            "UPDATE changes SET state=?, step=?, old=?, new=?, verified=?, reason=? WHERE id=?", *values, f.result()))
-        change.done.set()
+        release = lambda _: change.done.set()
+        record = lambda row: self.store.write("UPDATE changes SET state=?, step=?, old=?, new=?, verified=?, reason=? WHERE id=?", *values, row).add_done_callback(release)
+        change.row.add_done_callback(lambda f: release(f) if f.exception() else record(f.result()))
 
     def collect(self,
         db,  # the store's connection; called from its thread

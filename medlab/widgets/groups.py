@@ -238,7 +238,7 @@ def _dress(ax, group, drawn, lines, labels):
     spans = np.array([span for _, span, _ in drawn if span] or [(0, 1)])
     ax.set(xlim=(spans[:, 0].min(), max(spans[:, 1].max(), spans[:, 0].min() + 1)))
     ax.set_title(plain(group.title), loc="left", fontsize=10)
-    if len({l.get_label() for l in lines}) > 1: ax.legend(list({l.get_label(): l for l in lines}.values()), list({l.get_label(): l for l in lines}), fontsize=7, frameon=False, loc="lower left")
+    if len({l.get_label() for l in lines}) > 1: ax.legend(list({l.get_label(): l for l in lines}.values()), list({l.get_label(): l for l in lines}), fontsize=7, loc="best", framealpha=0.75, edgecolor="none")
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set(color="0.6", linewidth=0.8)
     ax.tick_params(labelsize=8, color="0.6", which="both")

@@ -1,0 +1,105 @@
+"""The live lab as its tutorial shows it, in a real JupyterLab: a thread, a process that outlives its kernel, faults, and another browser."""
+import json
+import os
+from pathlib import Path
+
+TUTORIAL = Path(__file__).parents[2] / "tutorials" / "live_lab.ipynb"
+SLICES = "from medlab import Lab, Run, Trainer, recipes\nslices = dict(image_size=(32, 32), dim=8, blocks=(1,), refinement=0, batch_size=1, phantoms=8)"
+COLUMNS = """() => [...document.querySelectorAll('.mv-column, .medlab-viewer canvas')].length"""
+
+
+def cells(until):
+    "The code of the tutorial up to the first cell that holds a text."
+    code = ["".join(c["source"]) for c in json.loads(TUTORIAL.read_text("utf-8"))["cells"] if c["cell_type"] == "code"]
+    at = next(i for i, c in enumerate(code) if until in c)
+    return [c for c in code[:at + 1] if "IN_TEST" not in c]
+
+
+def state(nb, *wanted): nb.page.wait_for_function("w => w.includes(document.querySelector('.medlab-panel')?.dataset.state)", arg=list(wanted), timeout=90_000)
+
+
+def fate(nb, knob, wanted): nb.page.wait_for_function("([n, f]) => document.querySelector(`.mp-row[data-knob=${n}]`)?.dataset.fate === f", arg=[knob, wanted], timeout=60_000)
+
+
+def ask(nb, knob, value):
+    "Type a value into a knob."
+    field = nb.page.locator(f".mp-row[data-knob={knob}] input[type=text]")
+    field.fill(value)
+    field.press("Enter")
+
+
+def shot(nb, name):
+    "A picture of the page, where SHOTS says so."
+    if not os.environ.get("SHOTS"): return
+    nb.page.locator(".medlab-panel").first.scroll_into_view_if_needed()
+    nb.page.mouse.move(5, 5)
+    nb.page.wait_for_timeout(500)
+    nb.page.screenshot(path=Path(os.environ["SHOTS"]) / name)
+
+
+def test_the_tutorial(notebook):
+    nb = notebook(*cells("lab = Lab(trainer)"), size=(1240, 1500))
+    state(nb, "running")
+    nb.wait("trainer.number > 3 and lab.preview.viewer is not None", 60)
+    nb.page.locator(".medlab-viewer").first.wait_for(timeout=30_000)
+    before = nb.kernel("print(trainer.number)")
+    nb.page.locator("[data-fix=norm_eps] .mp-switch").click()
+    fate(nb, "norm_eps", "applied")
+    ask(nb, "lr", "2e-4")
+    fate(nb, "lr", "applied")
+    nb.wait("trainer.knobs.norm_eps == 1e-4 and trainer.knobs.lr == 2e-4 and trainer.thread.is_alive()")
+    steps = json.loads(nb.kernel("print(__import__('json').dumps([[c.applied_step, c.verified, c.source] for c in trainer.run.changes()]))"))
+    assert all(verified and step > int(before) for step, verified, _ in steps) and [s[2] for s in steps] == ["panel", "panel"]
+    ask(nb, "lr", "99")
+    assert "must be a finite number in (0, 10]" in nb.page.locator(".mp-row[data-knob=lr] .mp-why").inner_text()
+    nb.wait("'step' in lab.preview.status.value", 60)
+    drawn = nb.kernel("print(lab.preview.status.value)")
+    nb.wait(f"lab.preview.status.value.startswith('step') and lab.preview.status.value != {drawn!r}", 60)  # live: predicted again
+    for dark in (False, True):
+        nb.theme(dark)
+        shot(nb, f"lab_{'dark' if dark else 'light'}.png")
+    height = nb.page.locator(".medlab-panel").first.evaluate("e => e.closest('.jp-OutputArea-output').getBoundingClientRect().height")
+    nb.wait(f"trainer.number > {int(before) + 20}", 60)
+    assert nb.page.locator(".medlab-panel").first.evaluate("e => e.closest('.jp-OutputArea-output').getBoundingClientRect().height") == height, "no layout jumps while it runs"
+    assert len(nb.save()) < 300_000
+    nb.page.reload()
+    state(nb, "running")
+    nb.page.locator(".medlab-viewer canvas").first.wait_for(timeout=30_000)
+    nb.page.locator(".medlab-curves canvas").first.wait_for(timeout=30_000)
+    nb.kernel("trainer.stop(); trainer.wait(); lab.close()")
+    assert not nb.errors
+
+
+def test_a_process_outlives_its_kernel(notebook):
+    nb = notebook(SLICES, "run = Trainer(recipes.Restoration(**slices), 'runs/long', device='cpu', threads=1).start(process=True)", "lab = Lab('runs/long')\nlab", size=(1240, 1500))
+    state(nb, "running")
+    nb.wait("run.step > 10", 60)
+    first = json.loads(nb.kernel("print(__import__('json').dumps([run.environment['pid'], run.step]))"))
+    nb.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    nb.kernel("from medlab import Lab, Run; import numpy as np; run = Run('runs/long'); assert 'trainer' not in globals()")
+    nb.page.evaluate("() => { const nb = window.jupyterapp.shell.currentWidget.content; nb.activeCellIndex = 2; window.jupyterapp.commands.execute('notebook:run-cell') }")
+    state(nb, "running")
+    nb.wait(f"run.step > {first[1]} + 20", 60)
+    ask(nb, "norm_eps", "2e-4")
+    fate(nb, "norm_eps", "applied")
+    nb.save()
+    again = nb.again((1240, 1500))
+    state(again, "running")
+    assert again.page.locator(".mp-row[data-knob=norm_eps] input[type=text]").input_value() == "2e-4", "another browser sees the same"
+    again.page.locator(".mp-buttons button", has_text="Pause").click()
+    state(nb, "paused")
+    nb.page.locator(".mp-buttons button", has_text="Resume").click()
+    state(again, "running")
+    again.page.context.close()
+    nb.page.locator(".mp-buttons button", has_text="Stop").click()
+    state(nb, "stopped")
+    nb.wait("not any(np.diff(run.metrics('loss')['loss'].step) - 1) and not run.events('resume')[1:]")  # not a step was missed or made twice
+    assert json.loads(nb.kernel("print(run.environment['pid'])")) == first[0]
+    assert nb.kernel("print([(c.source, c.new, c.verified) for c in run.changes()])") == "[('panel', {'norm_eps': 0.0002}, True)]"
+    shot(nb, "process.png")
+    nb.page.locator(".mp-buttons button", has_text="Start").click()  # and on: another process takes it up
+    state(nb, "running")
+    nb.wait(f"run.environment['pid'] != {first[0]}", 60)
+    nb.page.locator(".mp-buttons button", has_text="Stop").click()
+    state(nb, "stopped")
+    assert not nb.errors
