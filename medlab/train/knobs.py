@@ -42,6 +42,7 @@ class Real(traitlets.Float):
 
     def info(self):
         "The rule in words."
+        if self.high == math.inf and self.low > -math.inf: return f"a finite number {'>' if self.above else '≥'} {self.low:g}"
         return f"a finite number in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
 
 

@@ -140,7 +140,7 @@ def connect(
     network = any(n in file_system(Path(path).parent).lower() for n in NETWORK)
     mode = db.execute(f"PRAGMA journal_mode={'DELETE' if network else 'WAL'}").fetchone()[0]
     db.execute("PRAGMA synchronous=FULL")
-    db.executescript(TABLES)
+    db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")  # all at once: another process may be reading
     if "data" not in {c[1] for c in db.execute("PRAGMA table_info(commands)")}: db.execute("ALTER TABLE commands ADD COLUMN data TEXT NOT NULL DEFAULT '{}'")  # a run of an earlier version
     return db, mode
 

@@ -1,0 +1,361 @@
+"""The panel in a real JupyterLab: every promise of it is checked twice, in the page and in the kernel that trains."""
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+HOSTILE = "<img src=x onerror=window.hacked=1>"
+RECIPE = f"""
+import shutil, sqlite3, time, torch, traitlets
+from torch import nn
+from medlab import Trainer
+from medlab.train.knobs import FIXES, Fix, Knobs, Real
+from medlab.train.recipe import Recipe
+from medlab.train.run import Run
+from medlab.widgets.panel import Panel
+
+class ToyKnobs(Knobs):
+    "Knobs that change nothing but a list of what was in force."
+    fft_fp32 = traitlets.Bool(False, help="transforms in float32").tag(off=False, concern="numerics")
+    norm_eps = Real(1e-5, 0, 1, above=True, help={HOSTILE!r}).tag(concern="numerics")
+
+class Toy(Recipe):
+    "Fit y = Σx, slowly enough to watch, and fail on demand."
+    name, Knobs, pace, broken = "toy", ToyKnobs, 0.01, None
+    def fixes(self): return (Fix("fp32_fft", dict(fft_fp32=True), dict(fft_fp32=False), "prevents overflow in the transforms", "ends the overflow of the forward pass"), Fix("norm_eps", dict(norm_eps=1e-4), dict(norm_eps=1e-5), "prevents underflow of small variances"), *FIXES)
+    def build_model(self): return nn.Linear(4, 1)
+    def dataset(self):
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return [dict(x=a, y=a.sum(0, keepdim=True), case=f"toy{{i}}") for i, a in enumerate(x)]
+    def prepare(self, batch, seed):
+        time.sleep(self.pace)
+        if self.broken: raise ValueError(self.broken)
+        return batch
+    def losses(self, model, batch): return dict(loss=(model(batch["x"]) - batch["y"]).square().mean(1))
+
+recipe = Toy(batch_size=8)
+def applied(knob): return [c.applied_step for c in trainer.run.changes() if c.state == "applied" and c.new and knob in c.new]
+"""
+SHOW = "trainer = Trainer(recipe, 'runs/live', device='cpu', threads=1)\npanel = Panel(trainer)\npanel"
+
+
+def root(nb, i=0): return nb.page.locator(".medlab-panel").nth(i)
+
+
+def knob(nb, name): return root(nb).locator(f".mp-row[data-knob={name}]")
+
+
+def button(nb, name): return root(nb).locator(".mp-buttons button", has_text=name)
+
+
+def until_state(nb, state): nb.page.wait_for_function("s => document.querySelector('.medlab-panel')?.dataset.state === s", arg=state, timeout=30_000)
+
+
+def until_fate(nb, name, fate): nb.page.wait_for_function("([n, f]) => document.querySelector(`.mp-row[data-knob=${n}]`)?.dataset.fate === f", arg=[name, fate], timeout=30_000)
+
+
+def shot(nb, name):
+    "A picture of the panel, where SHOTS says so."
+    nb.page.mouse.move(5, 5)
+    nb.page.wait_for_timeout(300)
+    if os.environ.get("SHOTS"): root(nb).screenshot(path=Path(os.environ["SHOTS"]) / name)
+
+
+def asked(nb): return json.loads(nb.kernel("print(__import__('json').dumps([[c.requested, c.state, c.source] for c in trainer.run.changes()]))"))
+
+
+def test_every_control_reaches_the_step(notebook):
+    nb = notebook(RECIPE, SHOW, size=(1200, 2000))
+    page = nb.page
+    until_state(nb, "created")
+    assert button(nb, "Pause").get_attribute("aria-disabled") == "true" and "nobody trains it now" in button(nb, "Pause").get_attribute("title")
+    button(nb, "Pause").click(force=True)
+    assert "nobody trains it now" in root(nb).locator(".mp-said").inner_text(), "a button that cannot be pressed says why"
+    root(nb).locator(".mp-until input").fill("1,000,000")
+    button(nb, "Start").click()
+    until_state(nb, "running")
+    nb.wait("trainer.number > 20 and trainer.run.meta['target'] == 1_000_000")
+    height = root(nb).bounding_box()["height"]
+    shot(nb, "running.png")
+
+    root(nb).locator("[data-fix=fp32_fft] .mp-switch").click()
+    nb.wait("trainer.knobs.fft_fp32 is True and len(applied('fft_fp32')) == 1")
+    until_fate(nb, "fft_fp32", "applied")
+    assert knob(nb, "fft_fp32").locator(".mp-fate").inner_text() == "✓ step " + nb.kernel("print(applied('fft_fp32')[0])")
+
+    slider = knob(nb, "lr").locator("input[type=range]")
+    box = slider.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + box["height"] / 2, steps=20)
+    assert "lr" not in str(asked(nb)), "nothing is asked for before the mouse is released"
+    page.mouse.up()
+    nb.wait("trainer.knobs.lr > 5e-3 and len(applied('lr')) == 1")
+    until_fate(nb, "lr", "applied")
+    assert float(knob(nb, "lr").locator("input[type=text]").input_value()) == float(nb.kernel("print(trainer.knobs.lr)"))
+    assert root(nb).bounding_box()["height"] == height, "no layout jumps while it runs"
+
+    eps = knob(nb, "norm_eps").locator("input[type=text]")
+    eps.fill("3e-4")
+    eps.press("Enter")
+    nb.wait("trainer.knobs.norm_eps == 3e-4 and len(applied('norm_eps')) == 1")
+    eps.fill("0")
+    eps.press("Enter")
+    assert "0 was not asked for: it must be a finite number in (0, 1]" in knob(nb, "norm_eps").locator(".mp-why").inner_text()
+    shot(nb, "invalid.png")
+    eps.press("Escape")
+    assert eps.input_value() == "3e-4" and not knob(nb, "norm_eps").locator(".mp-why").is_visible()
+    knob(nb, "norm_eps").locator(".mp-reset").click()
+    nb.wait("trainer.knobs.norm_eps == 1e-5")
+    knob(nb, "schedule").locator("select").select_option(label="cosine")
+    nb.wait("trainer.knobs.schedule == 'cosine'")
+
+    root(nb).locator("input[type=search]").fill("clip")
+    assert root(nb).locator(".mp-row[data-knob]:visible").evaluate_all("rows => rows.map(r => r.dataset.knob)") == ["clip_norm", "clip_by_loss"]
+    knob(nb, "clip_norm").locator("input[type=checkbox]").uncheck()
+    assert knob(nb, "clip_norm").locator("input[type=text]").input_value() == "1", "the value of the fix is proposed, and not asked for yet"
+    shot(nb, "offered.png")
+    assert "clip_norm" not in str(asked(nb))
+    knob(nb, "clip_norm").locator(".mp-why button").click()
+    nb.wait("trainer.knobs.clip_norm == 1.0")
+    until_fate(nb, "clip_norm", "applied")
+    assert root(nb).locator("[data-fix=clip_norm]").get_attribute("data-state") == "on", "a fix is on where its knobs have the on value"
+    knob(nb, "clip_norm").locator("input[type=checkbox]").check()
+    nb.wait("trainer.knobs.clip_norm is None")
+    root(nb).locator("input[type=search]").fill("")
+
+    nb.kernel("trainer.set(scaler_watch=False)")
+    page.wait_for_function("() => document.querySelector('[data-fix=scaler_watch]').dataset.state === 'partly'")
+    root(nb).locator("[data-fix=scaler_watch] .mp-switch").click()
+    nb.wait("trainer.knobs.scaler_watch and trainer.knobs.scale_floor == 1")
+
+    button(nb, "Pause").click()
+    until_state(nb, "paused")
+    at = int(nb.kernel("print(trainer.number)"))
+    knob(nb, "lr").locator("input[type=text]").fill("2e-5")
+    knob(nb, "lr").locator("input[type=text]").press("Tab")
+    until_fate(nb, "lr", "pending")
+    assert knob(nb, "lr").locator(".mp-fate").inner_text().startswith("after the pause · now ") and knob(nb, "lr").locator("input[type=text]").input_value() == "2e-5"
+    shot(nb, "paused.png")
+    button(nb, "Resume").click()
+    until_fate(nb, "lr", "applied")
+    assert nb.kernel("print(applied('lr')[-1])") == str(at + 1)
+
+    button(nb, "Save").click()
+    page.wait_for_function("() => document.querySelector('.mp-buttons button:last-child').getAttribute('aria-disabled') === 'false'")
+    knob(nb, "lr").locator("input[type=text]").fill("0.1")
+    knob(nb, "lr").locator("input[type=text]").press("Enter")
+    until_fate(nb, "lr", "applied")
+    nb.wait("len(applied('lr')) == 3")
+    button(nb, "Restore").click()
+    shot(nb, "restore.png")
+    root(nb).locator(".mp-sure button", has_text="Go back").click()
+    until_fate(nb, "lr", "undone")
+    nb.wait("trainer.knobs.lr == 2e-5")
+    assert knob(nb, "lr").locator("input[type=text]").input_value() == "2e-5"
+    button(nb, "Stop").click()
+    until_state(nb, "stopped")
+    nb.wait("not trainer.thread.is_alive()")
+    assert root(nb).locator(".mp-until input").input_value() == "1000000"
+    root(nb).locator(".mp-until input").fill(str(int(nb.kernel("print(trainer.number)")) + 5))
+    button(nb, "Start").click()
+    until_state(nb, "done")
+    for dark in (True, False):
+        nb.theme(dark)
+        shot(nb, f"{'dark' if dark else 'light'}.png")
+    assert not nb.errors
+
+
+def test_hostile_names_errors_reload_and_a_second_browser(notebook):
+    nb = notebook(RECIPE, SHOW.replace("runs/live", "runs/" + HOSTILE).replace("threads=1", "threads=1, save_every=0"), size=(1200, 2000))
+    page = nb.page
+    nb.kernel(f"trainer.event('note', {HOSTILE!r}, case={HOSTILE!r}); trainer.start(until=10**6)")
+    until_state(nb, "running")
+    assert root(nb).locator(".mp-name").inner_text() == HOSTILE
+    label = knob(nb, "norm_eps").locator(".mp-label")
+    label.click()
+    assert HOSTILE in knob(nb, "norm_eps").locator(".mp-help").inner_text() and HOSTILE in label.get_attribute("title")
+    nb.kernel("panel._remote.controls['knobs']['lr']['high'] = 1000; panel._heard(None, dict(t='hello'), [])")  # a page that does not know the rule
+    page.wait_for_timeout(500)
+    knob(nb, "lr").locator("input[type=text]").fill("50")
+    knob(nb, "lr").locator("input[type=text]").press("Enter")
+    until_fate(nb, "lr", "refused")
+    assert "lr=50 is refused: it must be a finite number in (0, 10]" in knob(nb, "lr").locator(".mp-why").inner_text() and knob(nb, "lr").locator("input[type=text]").input_value() == "1e-3"
+    nb.kernel(f"recipe.broken = 'no such case: ' + {HOSTILE!r}")
+    until_state(nb, "failed")
+    fault = root(nb).locator(".mp-fault")
+    assert "Training ended with an error" in fault.inner_text() and f"ValueError: no such case: {HOSTILE}" in fault.inner_text()
+    fault.locator("summary").click()
+    assert "in prepare" in fault.locator("pre").inner_text()
+    for dark in (True, False):
+        nb.theme(dark)
+        shot(nb, f"failed_{'dark' if dark else 'light'}.png")
+    saved = nb.save().decode()
+    assert len(saved) < 20_000 and "text/html" in saved and "<img" not in saved.replace("\\u003c", "<").split("text/html")[1].split("text/plain")[0]
+
+    page.reload()
+    until_state(nb, "failed")
+    assert knob(nb, "lr").locator(".mp-why").inner_text() == "lr=50 is refused: it must be a finite number in (0, 10]" and f"ValueError: no such case: {HOSTILE}" in root(nb).locator(".mp-fault").inner_text()
+    other = nb.again(size=(1200, 2000))
+    until_state(other, "failed")
+    nb.kernel("recipe.broken = None")
+    button(other, "Start").click()
+    for one in (nb, other):
+        until_state(one, "running")
+        one.page.wait_for_function("() => !document.querySelector('.mp-fault')")
+    root(other).locator("[data-fix=fp32_fft] .mp-switch").click()
+    for one in (nb, other):
+        until_fate(one, "fft_fp32", "applied")
+        assert root(one).locator("[data-fix=fp32_fft]").get_attribute("data-state") == "on"
+    nb.wait("trainer.knobs.fft_fp32")
+
+    nb.kernel("shutil.move(trainer.path, 'runs/away')")
+    page.wait_for_function("() => /is gone or out of reach/.test(document.querySelector('.mp-trouble').textContent)")
+    shot(nb, "gone.png")
+    nb.kernel("shutil.move('runs/away', trainer.path)")
+    page.wait_for_function("() => !document.querySelector('.mp-trouble').textContent")
+    nb.kernel("trainer.store.write('PRAGMA max_page_count=1')")
+    page.wait_for_function("() => /cannot be written/.test(document.querySelector('.mp-trouble').textContent)")
+    assert root(nb).get_attribute("data-state") == "running"
+    button(nb, "Stop").click()  # the checkpoint at the end cannot be listed
+    until_state(nb, "failed")
+    assert "Training ended with an error that could not be recorded" in root(nb).locator(".mp-trouble").inner_text()
+    shot(nb, "full.png")
+    nb.kernel("trainer.store.write('PRAGMA max_page_count=1000000')")
+    page.wait_for_function("() => !/cannot be written/.test(document.querySelector('.mp-trouble').textContent)")
+    button(nb, "Start").click()
+    nb.wait("trainer.busy.locked()")
+    until_state(nb, "running")
+    nb.kernel("trainer.stop()")
+    until_state(nb, "stopped")
+    for one in (nb, other): assert one.page.evaluate("() => window.hacked") is None and root(one).locator("img").count() == 0
+    other.page.context.close()
+    assert [e for e in nb.errors if "WebSocket" not in e] == []
+
+
+def test_keyboard_alone(notebook):
+    nb = notebook(RECIPE, SHOW.replace("live", "keys"), "trainer.start(until=10**6)", size=(1200, 2000))
+    page = nb.page
+    until_state(nb, "running")
+    button(nb, "Pause").focus()
+    for _ in range(60):
+        if page.evaluate("() => document.activeElement.getAttribute('aria-label')") == "Fix fp32_fft": break
+        page.keyboard.press("Tab")
+    cells = page.locator(".jp-Cell").count()
+    for key in ("b", "a", "Space"): page.keyboard.press(key)
+    nb.wait("trainer.knobs.fft_fp32 and len(applied('fft_fp32')) == 1")
+    assert page.locator(".jp-Cell").count() == cells, "keys that are pressed in the panel are not the notebook's"
+    until_fate(nb, "fft_fp32", "applied")
+    shot(nb, "focus.png")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    assert "Measured: ends the overflow" in root(nb).locator("[data-fix=fp32_fft] .mp-help").inner_text()
+    slider = knob(nb, "lr").locator("input[type=range]")
+    slider.focus()
+    for _ in range(5): page.keyboard.press("ArrowRight")
+    nb.wait("len(applied('lr')) == 1 and trainer.knobs.lr > 1.5e-3")
+    assert slider.get_attribute("aria-valuetext").startswith("1.8e-3 per step")
+    number = knob(nb, "horizon").locator("input")
+    number.focus()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Enter")
+    nb.wait("trainer.knobs.horizon == 1001")
+    names = root(nb).locator("button, input, select, [tabindex='0']").evaluate_all("es => es.filter(e => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length)).length")
+    assert names == 0, "every control has a name"
+    page.evaluate("() => document.querySelector('.medlab-panel').style.width = '340px'")
+    assert root(nb).evaluate("e => e.scrollWidth <= e.clientWidth") and root(nb).locator(".mp-row:visible, .mp-buttons, .mp-bartop").evaluate_all("es => es.every(e => e.scrollWidth <= e.clientWidth + 1)")
+    shot(nb, "narrow.png")
+    nb.kernel("trainer.stop(); panel.close()")
+    assert nb.kernel("print(panel.thread.is_alive())") == "False" and not nb.errors
+
+
+STORM = """
+import json, numpy as np, time
+from pathlib import Path
+from medlab.train.describe import describe
+from medlab.train.knobs import FIXES, Knobs
+from medlab.train.run import write_columns
+from medlab.train.store import Store
+from medlab.widgets.panel import Panel
+
+def begin(name, **meta):
+    Path("runs", name).mkdir(parents=True)
+    store = Store(Path("runs", name, "run.db"))
+    store.set_meta(**dict(state="stopped", target=100_000, knobs=dict(lr=1e-3), values=Knobs(precision="fp16", lr=3e-4, ema=0.9995, clip_norm=0.5).values(), controls=describe(Knobs, FIXES)) | meta)
+    store.segment = store.write("INSERT INTO segments(step, time, info) VALUES(0, 0, ?)", json.dumps(dict(device="cuda:0"))).result()
+    return store
+
+store, n = begin("storm"), 20_000
+step = np.arange(1, n + 1)
+write_columns(store, step, dict(loss=np.r_[np.geomspace(2, 0.03, n - 1), np.nan], scale=np.full(n, 0.25), skips=np.r_[np.zeros(n - 41), np.arange(41.)], taken=step * 0.75, mem_gb=np.full(n, 21.7), gpu_gb=np.full(n, 63.25), step_time=np.full(n, 0.03)))
+write = lambda i: store.write("INSERT INTO events(time, step, kind, level, text, data) VALUES(?,?,'skip','warning',?,'{}')", time.time(), i, f"step {i} was skipped ({i} in a row): Inf in the gradient of encoder.layers.{i % 7}.attention.weight; the forward pass overflows")
+for i in range(1, n + 1): write(i)
+store.flush()
+old = begin("old")
+old.write("DELETE FROM meta WHERE key IN ('controls', 'values')").result()
+panel = Panel("runs/storm")
+"""
+
+
+def test_a_storm_and_a_run_of_an_earlier_version(notebook):
+    nb = notebook(STORM, "panel", size=(1200, 2000))
+    nb.page.wait_for_function("() => document.querySelectorAll('.mp-item').length === 1")
+    assert root(nb).locator(".mp-item b").inner_text() == "skip" and "×2,000, steps 18,001–20,000" in root(nb).locator(".mp-item").inner_text()
+    root(nb).locator(".mp-older").click()
+    nb.page.wait_for_function("() => /×20,000, steps 1–20,000/.test(document.querySelector('.mp-item').textContent)")
+    nb.kernel("for i in range(n, n + 3000): _ = write(i)")
+    nb.page.wait_for_function("() => /×23,000/.test(document.querySelector('.mp-item').textContent)")
+    facts = root(nb).locator(".mp-facts").inner_text().split("\n")
+    assert [facts[facts.index(k) + 1] for k in ("loss", "GPU memory", "device · precision", "loss scale", "skipped", "in a row")] == ["NaN", "63.3 GB", "cuda:0 · fp16", "0.25", "5,000", "40"]
+    for group in ("gradients", "weights"): root(nb).locator(".mp-group > .mp-fold", has_text=group).click()
+    shot(nb, "storm.png")
+    nb.kernel("panel.close(); panel = Panel('runs/old')")
+    nb.page.evaluate("() => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = 1 }")
+    nb.command("notebook:run-cell")
+    nb.page.wait_for_function("() => /earlier version/.test(document.querySelector('.mp-note')?.textContent)")
+    assert root(nb).locator(".mp-section[aria-label=Knobs] .mp-row").all_inner_texts() == ["lr\n1e-3"] and root(nb).locator("[role=switch]").count() == 0
+    shot(nb, "old.png")
+    assert not nb.errors
+
+
+CHILD = RECIPE + """
+with Trainer(recipe, "runs/child", device="cpu", threads=1) as t: t.fit(until=10**6, progress=False)
+"""
+
+
+def test_a_process_that_outlives_the_kernel(notebook):
+    nb = notebook(f"import subprocess, sys, time\nfrom pathlib import Path\nprocess = subprocess.Popen([sys.executable, '-c', {CHILD!r}], start_new_session=True)\nwhile not Path('runs/child/run.db').exists(): time.sleep(0.1)",
+        "from medlab.train.run import Run\nfrom medlab.widgets.panel import Panel\npanel = Panel('runs/child')\npanel", size=(1200, 1700))
+    until_state(nb, "running")
+    pid = int(nb.kernel("print(process.pid)"))
+    try:
+        root(nb).locator("[data-fix=fp32_fft] .mp-switch").click()
+        until_fate(nb, "fft_fp32", "applied")
+        nb.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+        nb.page.wait_for_timeout(1500)
+        nb.kernel("from medlab.train.run import Run\nfrom medlab.widgets.panel import Panel\nbefore = Run('runs/child').step")
+        nb.page.evaluate("() => { const n = window.jupyterapp.shell.currentWidget.content; n.activeCellIndex = 1 }")
+        nb.command("notebook:run-cell")
+        until_fate(nb, "fft_fp32", "applied")
+        nb.wait("Run('runs/child').step > before")
+        knob(nb, "lr").locator("input[type=text]").fill("99")
+        knob(nb, "lr").locator("input[type=text]").press("Escape")
+        button(nb, "Pause").click()
+        until_state(nb, "paused")
+        button(nb, "Resume").click()
+        until_state(nb, "running")
+        knob(nb, "lr").locator("input[type=text]").fill("3e-4")
+        knob(nb, "lr").locator("input[type=text]").press("Enter")
+        until_fate(nb, "lr", "applied")
+        assert nb.kernel("print([c.applied_step is not None for c in Run('runs/child').changes()])") == "[True, True]"
+        button(nb, "Stop").click()
+        until_state(nb, "stopped")
+        nb.page.wait_for_function("() => document.querySelector('.mp-buttons button').getAttribute('aria-disabled') === 'false'")
+        button(nb, "Start").click()
+        nb.page.wait_for_function("() => /is not one of medlab's/.test(document.querySelector('.mp-trouble').textContent)")
+        root(nb).locator(".mp-close").click()
+        nb.page.wait_for_function("() => !document.querySelector('.mp-trouble').textContent")
+    finally:
+        try: os.kill(pid, 9)
+        except ProcessLookupError: pass
