@@ -33,7 +33,7 @@ class Controls:
         if not self.open: self.anchor = t.rate.anchor
         change.old = {k: getattr(knobs, k) for k in change.requested} | self._supersede(change)
         change.applied_step = t.number + 1
-        try: self.put(change.requested)
+        try: self.put(change.requested, change.source)
         except Exception as e: self._revert(change, f"{type(e).__name__}: {e}"); return
         self.open.append(change)
         if any("lr" in c.old for c in self.open): t.rate.rebase(t.step.taken)  # also where only the schedule is changed beside it
@@ -49,13 +49,14 @@ class Controls:
             if not c.old: self.open.remove(c); c.state = "refused"; self.trainer.mailbox.finish(c)
         return before
 
-    def put(self, values):
+    def put(self, values, source):
         "Set knobs and bring them into the objects that use them."
         t = self.trainer
         for k, v in values.items(): setattr(t.knobs, k, v)
 
         if "weight_decay" in values: set_weight_decay(t.optimizer, values["weight_decay"])
         if values.get("ema", 0) is None: t.step.average = None
+        if "micro_batch" in values: t.recovery.size.told(values["micro_batch"], source, t.step.taken)
         for k in values.keys() - Knobs.class_traits().keys(): t.recipe.apply(k, values[k], t.model)
 
     def read(self, knob):
@@ -68,6 +69,7 @@ class Controls:
         if knob == "lr": return t.optimizer.param_groups[0]["lr"] / t.optimizer.param_groups[0].get("lr_scale", 1.0)
         if knob == "weight_decay": return max(g.get("weight_decay", 0.0) / g.get("decay_scale", 1.0) for g in t.optimizer.param_groups if g.get("decay_scale", 1.0))
         if knob == "precision": return t.step.observed
+        if knob == "micro_batch": return t.recovery.used
         if knob == "accumulate": return t.feed.accumulated
         return value if knob in Knobs.class_traits() else t.recipe.read(knob, t.model, value)
 
@@ -94,7 +96,7 @@ class Controls:
         except (UserError, TypeError) as e: self.trainer.event("command", f"{command} was refused: {e}", "warning")
 
     def _revert(self, change, reason):
-        self.put(change.old)
+        self.put(change.old, change.source)
         if "lr" in change.old: self.trainer.rate.anchor = self.anchor  # the rate as it was, schedule included
         change.state, change.verified, change.reason = "reverted", False, reason
         self.trainer.mailbox.finish(change)

@@ -7,10 +7,14 @@ __all__ = ['Stream', 'Fault', 'not_finite', 'Guarded', 'Batch', 'collate', 'load
 
 # %% ../../nbs/47_feed.ipynb #f527db7e
 import math
-from dataclasses import dataclass
+import multiprocessing
+import signal
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from ..core import UserError, derive_seed, generator
 from .step import _size, select
@@ -25,7 +29,7 @@ class Stream:
         seed:int,
         cursor:int=0,  # samples consumed so far
     ):
-        self.n, self.batch, self.seed, self.cursor = n, batch, seed, cursor
+        self.n, self.batch, self.seed, self.cursor, self.left_out = n, batch, seed, cursor, ()  # indices that are not read; their place in the order stays
 
     def order(self,
         epoch:int,
@@ -45,7 +49,7 @@ class Stream:
         while True:
             rest += list(zip(self.order(epoch), self.seeds(epoch)))[skip:]
             whole = len(rest) - len(rest) % self.batch
-            for i in range(0, whole, self.batch): yield rest[i:i + self.batch]
+            for i in range(0, whole, self.batch): yield [(n, None if n in self.left_out else seed) for n, seed in rest[i:i + self.batch]]
             rest, epoch, skip = rest[whole:], epoch + 1, 0
 
 # %% ../../nbs/47_feed.ipynb #d828e9c3
@@ -54,6 +58,8 @@ class Fault:
     "A sample that cannot be used, and why."
     case:str  # the case's name, or the sample's index
     reason:str
+    index:int = None  # of the sample in the dataset; None: it concerns no sample
+    kind:str = "bad_sample"  # or "quarantine", or "worker"
 
 
 def not_finite(
@@ -67,7 +73,7 @@ def not_finite(
 
 
 class Guarded(Dataset):
-    "A dataset whose items are (sample, None) or (None, fault), never exceptions; an item's key is (index, seed)."
+    "A dataset whose items are (sample, None, index) or (None, fault, index), never exceptions; an item's key is (index, seed), the seed None for what is not to be read."
 
     def __init__(self,
         dataset,  # `dataset[(index, seed)]` → dict with the key "case"; or a plain list of such
@@ -78,9 +84,16 @@ class Guarded(Dataset):
     def __len__(self): return len(self.dataset)
 
     def __getitem__(self, key):
-        try: item = self.dataset[key[0] if self.plain else key]
-        except Exception as e: return None, Fault(str(getattr(e, "case", f"sample {key[0]}")), f"{type(e).__name__}: {e}")
-        return item, None
+        index = key[0]
+        if key[1] is None: return None, None, index
+        try: return self.dataset[index if self.plain else key], None, index
+        except KeyboardInterrupt as e:
+            if get_worker_info() is None: raise  # the user's
+            return None, _fault(e, index), index
+        except BaseException as e: return None, _fault(e, index), index
+
+
+def _fault(error, index): return Fault(str(getattr(error, "case", f"sample {index}")), f"{type(error).__name__}: {error}", index)
 
 
 @dataclass
@@ -89,27 +102,48 @@ class Batch:
     samples:dict  # name → tensor (b, …) or list; None where no sample could be loaded
     suspect:list  # for each sample a Fault where it holds non-finite values, else None
     failed:list  # faults of the samples that could not be loaded
+    indices:list = field(default_factory=list)  # of the samples, in the dataset
 
 
 def collate(
     items,  # of `Guarded`
 ) -> Batch:
     "Stack the samples that could be loaded, and keep the faults beside them."
-    loaded, failed = [i for i, _ in items if i is not None], [f for i, f in items if i is None]
+    loaded, failed = [(i, n) for i, _, n in items if i is not None], [f for _, f, _ in items if f]
     if not loaded: return Batch(None, [], failed)
-    samples = default_collate(loaded)
-    reasons = [not_finite(i) for i in loaded] if not_finite(samples) else [None] * len(loaded)  # the batch screens; samples are looked at on alarm
-    return Batch(samples, [Fault(str(i.get("case", "sample")), r) if r else None for i, r in zip(loaded, reasons)], failed)
+    try: samples = default_collate([i for i, _ in loaded])
+    except (RuntimeError, TypeError, KeyError):
+        loaded, odd = _alike(loaded)
+        if not odd: raise
+        failed, samples = failed + odd, default_collate([i for i, _ in loaded])
+    reasons = [not_finite(i) for i, _ in loaded] if not_finite(samples) else [None] * len(loaded)  # the batch screens; samples are looked at on alarm
+    return Batch(samples, [Fault(str(i.get("case", "sample")), r, n) if r else None for (i, n), r in zip(loaded, reasons)], failed, [n for _, n in loaded])
+
+
+def _form(item): return ", ".join(f"{k} {tuple(v.shape) if torch.is_tensor(v) else type(v).__name__}" for k, v in item.items())
+
+
+def _alike(loaded):
+    "The samples of the form that most have, and faults for the others."
+    usual = Counter(_form(i) for i, _ in loaded).most_common(1)[0][0]
+    return [(i, n) for i, n in loaded if _form(i) == usual], [Fault(str(i.get("case", f"sample {n}")), f"it holds {_form(i)}, where others hold {usual}", n) for i, n in loaded if _form(i) != usual]
+
+
+def _deaf(worker):
+    "Ctrl-C in a terminal reaches every process of it; what it means is decided by the one that trains."
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def loader(
     dataset,  # guarded dataset
     stream:Stream,
     workers:int=0,  # processes that load; 0: in the training thread
+    collate_fn=collate,  # function from a list of items to what is yielded
 ):  # endless iterator over Batch
-    "Load batches in the stream's order. Workers are spawned through a server: a fork after torch's threads deadlocks."
-    context = "forkserver" if workers else None
-    return iter(DataLoader(dataset, batch_sampler=stream, num_workers=workers, collate_fn=collate, multiprocessing_context=context, persistent_workers=False))
+    "Load batches in the stream's order. Workers are forked by a server that has imported torch and started no thread: a fork after torch's threads deadlocks."
+    context = multiprocessing.get_context("forkserver") if workers else None
+    if context: context.set_forkserver_preload(["__main__", "medlab.train.feed"])  # a worker starts in a tenth of a second instead of several
+    return iter(DataLoader(dataset, batch_sampler=stream, num_workers=workers, collate_fn=collate_fn, multiprocessing_context=context, worker_init_fn=_deaf, persistent_workers=False))
 
 # %% ../../nbs/47_feed.ipynb #9c370001
 def to_device(
@@ -124,13 +158,14 @@ def to_device(
 def good_samples(
     batch:Batch,
     validate:bool=True,  # leave out samples with non-finite values; False: only those that could not be loaded
+    left_out=(),  # indices of samples in quarantine, of which nothing is said
 ):  # (samples or None where none is left, faults of the others)
     "The samples of a batch that may be used, and what is wrong with the others."
-    if not batch.failed and not any(batch.suspect): return batch.samples, []
-    samples, faults = batch.samples, list(batch.failed)
-    if validate and any(batch.suspect):
-        faults += [f for f in batch.suspect if f]
-        samples = select(samples, [f is None for f in batch.suspect])
+    samples, faults = batch.samples, [f for f in batch.failed if f.index not in left_out]
+    drop = [(validate and f is not None) or n in left_out for f, n in zip(batch.suspect, batch.indices)]
+    if any(drop):
+        faults += [f for f, n in zip(batch.suspect, batch.indices) if validate and f and n not in left_out]
+        samples = select(samples, [not d for d in drop])
     return samples if samples and _size(samples) else None, faults
 
 
@@ -140,28 +175,98 @@ class Feed:
     def __init__(self,
         recipe,  # see `medlab.train.recipe`
         device:torch.device,
+        budget:int=3,  # visits at which a sample may fail before it goes into quarantine, ≥ 1; None: never. Also an attribute, which may change at any step
     ):
-        self.recipe, self.device, self.dataset = recipe, device, Guarded(recipe.dataset())
+        self.recipe, self.device, self.dataset, self.budget = recipe, device, Guarded(recipe.dataset()), budget
         self.base, self.accumulated = derive_seed(recipe.seed, "prepare") >> 32 << 31, 0
-        self.cursor = 0  # samples consumed
+        self.cursor, self.loader, self.said = 0, None, []  # samples consumed; iterator; what happened to workers
+        self.failures, self.quarantined = {}, {}  # index of a sample → cursors at which it failed; index → reason
 
     def seek(self,
         cursor:int,  # samples consumed so far
     ):
         "Go on after so many samples."
+        self.loader = None  # its workers end before others begin
         self.cursor, self.stream = cursor, Stream(len(self.dataset), self.recipe.batch_size, self.recipe.seed, cursor)
+        self.stream.left_out = self.quarantined
         self.loader = loader(self.dataset, self.stream, self.recipe.workers)
+
+    @property
+    def workers(self) -> list: "The processes that load."; return list(getattr(self.loader, "_workers", ()))
 
     def take(self,
         number:int,  # of the step
         accumulate:int,  # micro-batches, ≥ 1
         validate:bool=True,  # see `good_samples`
     ):  # (prepared micro-batches, number of samples left out, their faults)
-        "The micro-batches of a step."
+        "The micro-batches of a step. Raises `UserError` where every sample is in quarantine."
         micros, dropped, faults, self.accumulated = [], 0, [], accumulate
         for i in range(accumulate):
-            samples, bad = good_samples(next(self.loader), validate)
+            samples, bad = good_samples(self._next(), validate, self.quarantined)
+            faults += [*self._notes(), *(g for f in bad for g in self._judge(f))]
             self.cursor += self.stream.batch
-            dropped, faults = dropped + self.stream.batch - (_size(samples) if samples else 0), faults + bad
+            dropped += self.stream.batch - (_size(samples) if samples else 0)
             if samples: micros.append(self.recipe.prepare(to_device(samples, self.device), self.base + number * 4096 + i))
         return micros, dropped, faults
+
+    def _judge(self, fault):
+        "A fault, and where it is one too many the sample's quarantine."
+        yield fault
+        if fault.index is None: return
+        visits = self.failures.setdefault(fault.index, set())
+        visits.add(self.cursor)  # a visit that is made again counts once
+        if self.budget is not None and len(visits) >= self.budget: yield self._quarantine(fault, f"it failed {len(visits)} times")
+
+    def _quarantine(self, fault, why):
+        self.quarantined[fault.index] = fault.reason
+        if len(self.quarantined) == len(self.dataset): raise UserError(f"every one of the {len(self.dataset)} samples is in quarantine, the last because of: {fault.reason}")
+        return Fault(fault.case, f"{why} and is in quarantine from now on: {fault.reason}", fault.index, "quarantine")
+
+    def _notes(self):
+        notes, self.said = self.said, []
+        return notes
+
+    def _next(self):
+        "The next batch, whatever becomes of the workers."
+        for attempt in range(2):
+            try: return next(self.loader)
+            except (RuntimeError, OSError, EOFError) as e:  # torch has seen it, or what a dead worker had made cannot be fetched any more
+                if not (dead := self._dead(0 if isinstance(e, RuntimeError) else 5)): raise
+                self.said.append(Fault(", ".join(f"worker {w.pid}" for w in dead), f"it {' and '.join(_end(w) for w in dead)}; all workers were started again, and go on with the first sample that was not used", kind="worker"))
+                self.seek(self.cursor)
+        return self._one_by_one()
+
+    def _dead(self, seconds):
+        "Workers that have ended, or end within so many seconds."
+        if self.workers: wait([w.sentinel for w in self.workers], seconds)
+        return [w for w in self.workers if not w.is_alive()]
+
+    def _one_by_one(self):
+        "The next batch, each sample read in a process of its own."
+        items, cursor = [], self.cursor
+        for key in next(iter(self.stream)):
+            single = loader(self.dataset, [[key]], 1, list)
+            worker = single._workers[0]
+            try: items += next(single)
+            except (RuntimeError, OSError, EOFError):
+                fault = Fault(f"sample {key[0]}", f"the process that read it {_end(worker)}", key[0])
+                self.said += [fault, self._quarantine(fault, "it ends whatever process reads it")]
+        self.seek(cursor + self.stream.batch)
+        self.cursor = cursor
+        return collate(items)
+
+    def state(self) -> dict:
+        "What a checkpoint may hold of it, beside the cursor."
+        return dict(failures={str(k): sorted(v) for k, v in self.failures.items()}, quarantined={str(k): v for k, v in self.quarantined.items()})
+
+    def load(self,
+        state:dict,  # of `state`; None: nothing is known
+    ):
+        "Take up a checkpoint's state; before `seek`."
+        state = state or dict(failures={}, quarantined={})
+        self.failures, self.quarantined = {int(k): set(v) for k, v in state["failures"].items()}, {int(k): v for k, v in state["quarantined"].items()}
+
+
+def _end(worker):
+    code = worker.exitcode
+    return (f"was killed by {signal.Signals(-code).name}" + (", as the system does when memory runs out" if -code == signal.SIGKILL else "") if code is not None and code < 0 else f"ended with status {code}")

@@ -67,7 +67,7 @@ def state_of(
     s = trainer.step
     return dict(format=1, number=trainer.number, taken=s.taken, skips=s.skips, cursor=trainer.feed.cursor, seed=trainer.recipe.seed, knobs=trainer.knobs.values(),
         anchor=trainer.rate.anchor, model=trainer.model.state_dict(), optimizer=trainer.optimizer.state_dict(), scaler=s.scaler.state_dict(),
-        average=s.average.shadow if s.average else None, audited=s.audited)
+        average=s.average.shadow if s.average else None, audited=s.audited, recovery=trainer.recovery.state(), guards=trainer.guards.state(), feed=trainer.feed.state())
 
 
 def restore(
@@ -94,6 +94,7 @@ def restore(
         s.average.shadow = {k: v.to(trainer.device) for k, v in state["average"].items()}
     trainer.knobs.put(state["knobs"])
     trainer.number, s.taken, s.skips, s.audited = state["number"], state["taken"], state["skips"], state["audited"]
+    trainer.recovery.load(state.get("recovery"))  # absent in runs made before
     trainer.feed.cursor, trainer.rate.anchor = state["cursor"], state["anchor"]
 
 # %% ../../nbs/48_state.ipynb #4b370ca9
@@ -131,7 +132,7 @@ def ask_again(
 ):
     "Ask for applied changes again, at the steps at which they were applied."
     for c in records:
-        if c.state == "applied" and c.applied_step > after and c.source != "resume": trainer.set(source, c.applied_step, **c.requested)
+        if c.state == "applied" and c.applied_step > after and not c.source.startswith("resume"): trainer.set(f"{source} oom" if c.source == "oom" else source, c.applied_step, **c.requested)
 
 
 def go_on(
@@ -141,7 +142,9 @@ def go_on(
     "Take up a run where its newest whole checkpoint was written."
     state, passed = trainer.checkpoints.newest(trainer.device)
     for reason in passed: trainer.event("checkpoint", reason, "error")
-    if state: restore(trainer, state)
+    if state:
+        restore(trainer, state)
+        for part in ("guards", "feed"): getattr(trainer, part).load(state.get(part))  # absent in runs made before
     else: trainer.knobs.put(stored["knobs"])
     trainer.event("resume", f"going on after step {trainer.number}" + ("" if state else " (no checkpoint was written)"))
     if differ := differing(trainer.recipe, stored["recipe"][2]): trainer.event("config", f"the recipe is not the stored one: {', '.join(f'{k} {a} → {b}' for k, (a, b) in differ.items())}", "warning", **differ)
@@ -151,9 +154,10 @@ def go_on(
 def go_back(
     trainer,  # while another thread trains, it is asked to do so before its next step
     step:int=None,  # of a kept checkpoint; None: the newest
+    cursor:int=None,  # samples consumed, from where the data go on; None: as in the checkpoint
 ):
     "Put a run back to a checkpoint: weights, moments, loss scale, data order, knobs. Raises `UserError` before anything is changed where there is none, or where it is damaged."
-    if trainer.runner not in (None, threading.get_ident()): trainer.mailbox.commands.append(("restore", dict(step=step))); return
+    if trainer.runner not in (None, threading.get_ident()): trainer.mailbox.commands.append(("restore", dict(step=step) | ({} if cursor is None else dict(cursor=cursor)))); return
     kept = trainer.run.checkpoints()
     row = next((r for r in reversed(kept) if step is None or r["step"] == step), None)
     if row is None: raise UserError(f"no checkpoint of step {step} is kept; {'kept are those of ' + ', '.join(str(r['step']) for r in kept) if kept else 'none is'}")
@@ -161,6 +165,7 @@ def go_back(
     with trainer.lock:
         trainer.step.flush()
         restore(trainer, state)
+        if cursor is not None: trainer.feed.cursor = cursor
         trainer.feed.seek(trainer.feed.cursor)
         trainer.controls.enforce()
         trainer.store.write("UPDATE changes SET state='undone', reason=? WHERE state='applied' AND step>?", f"the run went back from step {left} to {trainer.number}", trainer.number)

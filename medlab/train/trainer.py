@@ -19,11 +19,15 @@ from ..core import UserError
 from .checkpoint import Checkpoints
 from .controls import Controls
 from .feed import Feed
+from .guards import Ladder
 from .knobs import Change, Fixes, Mailbox, Switch
+from .leak import LeakWatch
 from .loop import Loop, interrupts, last_step
+from .manager import MemoryManager
 from .memory import Memory
 from .process import hand_over
 from .recipe import Recipe
+from .recovery import Recovery
 from .run import Run, hold
 from .schedule import Rate
 from .sinks import SafeSinks
@@ -84,7 +88,7 @@ class Trainer(Loop):
         self.held, self.store = claim(self.path, not resume)
         self.run, self.sinks = Run(self.path), SafeSinks(made, lambda name, text: self.event("sink", f"{name}: {text}", "warning"))
         self.store.on_rows = self.sinks.log_rows
-        self.number, self.mem = 0, None
+        self.number, self.mem, self.said = 0, None, None
         self.lock, self.busy, self.runner, self.thread, self.error, self.row = threading.RLock(), threading.Lock(), None, None, None, ((), ())
         self._stop, self._pause = threading.Event(), threading.Event()
         try: self._build(stored, knobs)
@@ -99,6 +103,9 @@ class Trainer(Loop):
         return cls(recipe_of(run), run, resume=True, **kw)
 
     def _build(self, stored, knobs):
+        self.recovery, self.guards = Recovery(self), Ladder(self)
+        self.manager = MemoryManager(self.device, log=lambda text: self.event("memory", f"step {self.number}: {text}"))
+        self.leaks = [LeakWatch(lambda text, **data: self.event("leak", f"step {self.number}: {text}", "warning", **data), name) for name in ("host", "device")]
         self.rate, self.controls, self.mailbox = Rate(self.knobs), Controls(self), Mailbox(self.store, self.recipe.Knobs)
         self.step = step_for(self.optimizer)(self.model, self.optimizer, self.recipe.losses, self.knobs, self.rate, self._report, self._record, self.recipe.seed, self.device)
         self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
@@ -165,15 +172,20 @@ class Trainer(Loop):
         case,  # a case of the recipe, its name, or a path
         **options,  # of the recipe's `predict`
     ):
-        "Predict one case with the model as it is now, also while it trains."
-        with torch.no_grad(): return self.recipe.predict(self.snapshot(), case, **options)
+        "Predict one case with the model as it is now, also while it trains. Raises `UserError` where memory runs out, in smaller tiles too."
+        return self._outside(lambda **kw: self.recipe.predict(self.snapshot(), case, **kw), options)
 
     def evaluate(self,
         cases=None,  # how many or which; None: all held-out ones
         **options,  # of the recipe's `evaluate`
     ):
         "Metrics on held-out cases, with baselines beside them."
-        with torch.no_grad(): return self.recipe.evaluate(self.snapshot(), cases, **options)
+        return self._outside(lambda **kw: self.recipe.evaluate(self.snapshot(), cases, **kw), options)
+
+    def _outside(self, call, options):
+        with torch.no_grad(): result, why = self.recovery.outside(call, "prediction", self.knobs.predict_retries, options)
+        if why: raise UserError(why)
+        return result
 
     def close(self):
         "Stop, write everything and let go of the run directory."

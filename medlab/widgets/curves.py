@@ -18,6 +18,7 @@ import numpy as np
 
 from ..core import UserError
 from ..pictures import plain
+from .codes import mend_kernel
 from .groups import LABELS, View, as_groups, draw_figure, sources_of
 
 # %% ../../nbs/51_curves.ipynb #6d7ebca1
@@ -61,6 +62,7 @@ class Curves(anywidget.AnyWidget):
         self._groups, self._smooth = as_groups(groups), smooth
         self._sources = sources_of(runs, self._groups)
         super().__init__()
+        mend_kernel()
         self._view, self._hello, self._note, self._said, self._busy = View(), False, "", {}, threading.RLock()
         self._wake, self._stop = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._wake, self._stop, 1 / hz), name="medlab-curves", daemon=True)
@@ -133,6 +135,8 @@ class Curves(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs):
         "The live widget, and a picture for readers of the notebook that cannot show it."
         data, meta = super()._repr_mimebundle_(**kwargs)
+        self._hello = True  # who displays it sees it, though the kernel may be busy with a cell and hear no page
+        self._wake.set()
         fig = self.figure()
         fig.set_dpi(72)  # about 60 kB
         return {**data, "image/png": base64.b64encode(fig._repr_png_()).decode()}, meta

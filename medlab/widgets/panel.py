@@ -21,6 +21,7 @@ import anywidget
 
 from ..core import UserError
 from ..pictures import plain
+from .codes import mend_kernel
 from .groups import run_paths
 from .lines import plain_json, told
 from .remote import Remote, fates
@@ -174,6 +175,7 @@ class Panel(anywidget.AnyWidget):
         self._remote = Remote(paths[0])
         self._steering = Steering(self._remote, run if hasattr(run, "mailbox") else None)
         super().__init__()
+        mend_kernel()
         self._wake, self._stop = threading.Event(), threading.Event()
         self._desk, self._speech = Desk(self._remote, self._steering, self._wake.set), Speech(self.send)
         self._busy, self._inbox, self._beat = threading.RLock(), queue.SimpleQueue(), 0.0

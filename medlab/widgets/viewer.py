@@ -22,7 +22,7 @@ from PIL import Image as Pillow
 
 from ..core import UnknownName, UserError, optional
 from ..data.volume import Volume
-from .codes import Codes, Feed, encode
+from .codes import Codes, Feed, encode, mend_kernel
 from .shown import PRESETS, Shown, as_labels, as_shown, first_windows, geometry, legend, percentile_window, read_columns, refuse_other_grid, section, strides
 
 # %% ../../nbs/50_viewer.ipynb #dc280d57
@@ -209,6 +209,7 @@ class Viewer(anywidget.AnyWidget):
         super().__init__(_scene=scene, cursor=[n // 2 for n in scene["shape"]] if at is None else tuple(map(int, at)), centre=[(n - 1) / 2 for n in scene["shape"]],
             windows=first_windows(window, [tuple(entry["auto"]) for entry, _ in made]), linked=not (isinstance(window, str) and window == "each"), difference=difference,
             planes=(planes,) if isinstance(planes, str) else tuple(planes or [p["name"] for p in scene["panels"]]), radiological=radiological)
+        mend_kernel()
         self._feed = Feed(self.send, lambda: _seen(self))
         for _, codes in made: self._feed.put(codes)
         for name, m in (mask if isinstance(mask, dict) else {} if mask is None else {"mask": mask}).items(): self.set_overlay(m, name, labels, colors, opacity)
@@ -285,6 +286,7 @@ class Viewer(anywidget.AnyWidget):
 
     def _repr_mimebundle_(self, **kwargs):
         data, metadata = super()._repr_mimebundle_(**kwargs)
+        self._feed.show()
         self.picture().quantize(128).save(out := io.BytesIO(), "png", optimize=True)
         return {**data, "image/png": base64.b64encode(out.getvalue()).decode()}, metadata
 

@@ -22,7 +22,7 @@ const CSS = `
 .mc-number { display: inline-block; min-width: 4ch; text-align: right; font-variant-numeric: tabular-nums }
 .mc-note { height: 18px; overflow: hidden; white-space: nowrap; text-overflow: ellipsis; color: var(--mc-muted); font-variant-numeric: tabular-nums }
 .mc-note.mc-bad { color: var(--jp-error-color1, #c62828) }
-.mc-grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(400px, 100%), 1fr)); gap: 8px 20px; margin-top: 4px }
+.mc-grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(310px, 100%), 1fr)); gap: 8px 20px; margin-top: 4px }
 .mc-panel { min-width: 0 }
 .mc-head { display: flex; align-items: baseline; gap: 8px; height: 22px }
 .mc-title { font-weight: 600; white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
@@ -149,14 +149,18 @@ function render({ model, el }) {
   const several = () => S.spec.runs.length > 1;
   const look = (run, i) => several() ? { colour: colours.series[run % 6], dash: DASHES[i % 4] } : { colour: colours.series[i % 6], dash: DASHES[Math.floor(i / 6) % 4] };
 
-  function ask(range, hello = false, again = 4) {  // and again, where no answer came: a connection may have been lost meanwhile
-    clearTimeout(S.timer);
-    if (again) S.timer = setTimeout(() => { if (S.asked && root.isConnected) ask(S.range, hello, again - 1) }, 3000);
+  function ask(range, hello = false) {
     S.range = range; S.asked = Math.random().toString(36).slice(2);
-    const panel = S.panels[0], width = Math.round(panel ? panel.canvas.clientWidth - PAD.left - PAD.right : 480);
-    model.send({ t: "view", hello, range, width: Math.max(50, Math.min(4096, width)), request: S.asked });
     all.disabled = !range; root.dataset.range = range ? range.join(" ") : "";
+    tell(S.asked, hello, 1000);
     kick();
+  }
+
+  function tell(request, hello, wait) {  // until it is answered: words may be lost, or wait for a cell to end
+    clearTimeout(S.timer);
+    const panel = S.panels[0], width = Math.round(panel ? panel.canvas.clientWidth - PAD.left - PAD.right : 480);
+    try { model.send({ t: "view", hello, range: S.range, width: Math.max(50, Math.min(4096, width)), request }) } catch { return }  // the kernel is gone, and this model with it
+    S.timer = setTimeout(() => { if (S.asked === request) tell(request, hello, Math.min(2 * wait, 30000)) }, wait);
   }
 
   function span() {  // first and last step on view
@@ -478,7 +482,7 @@ function render({ model, el }) {
       S.runs[m.run] = { x: m.x, last: m.last, series };
       if (m.request === S.asked) S.asked = null;
       if (!S.asked) { S.range = m.range; all.disabled = !m.range; root.dataset.range = m.range ? m.range.join(" ") : "" }  // another view of the same widget may have zoomed
-      root.dataset.updates = ++S.count; root.dataset.last = m.last; root.dataset.request = m.request;
+      root.dataset.answered = m.range ? m.range.join(" ") : ""; root.dataset.updates = ++S.count; root.dataset.last = m.last; root.dataset.request = m.request;
     } else if (m.t === "marks") S.marks[m.run] = m.marks;
     else if (m.t === "status") { S.status = m.runs; S.note = m.note }
     kick();

@@ -1,6 +1,7 @@
 // The browser's half of medlab.widgets.viewer: slices, grey levels, overlays and the cursor, on 2D canvases.
 //
-// Arrays arrive once per page as binary messages {type: "array", id, kind, size, low, step, special, serial}; value = low + step · code.
+// Arrays arrive once per page as binary messages {type: "array", id, kind, size, low, step, special, serial, at, bytes}, in pieces; value = low + step · code.
+// A page says {type: "ready", page, want} and hears {type: "hello", page}; what it has drawn it answers with {type: "drawn", serial}.
 // The planes on the screen arrive before them, as {type: "planes", id, kind, low, step, special, planes: [[axis, index], …]}.
 // The model holds only the state of the view. Text from data goes into the page through textContent and setAttribute, never as HTML.
 
@@ -519,13 +520,53 @@ function view({ model, el, arrays, listeners }) {
   };
 }
 
+// The pieces of an array, which come in their order: null until the last; nothing where one was lost.
+function joiner() {
+  const parts = new Map();
+  return ({ id, at, bytes }, view) => {
+    if (at === 0) parts.set(id, { whole: new Uint8Array(bytes), filled: 0 });
+    const part = parts.get(id);
+    if (!part || part.filled !== at || part.whole.length !== bytes) { parts.delete(id); return null; }
+    part.whole.set(new Uint8Array(view.buffer, view.byteOffset, view.byteLength), at);
+    part.filled += view.byteLength;
+    if (part.filled < bytes) return null;
+    parts.delete(id);
+    return part.whole;
+  };
+}
+
+// Messages may be lost or wait: a page asks until it hears a hello, and then, where it is quiet, for every array that has not come.
+function greet(model, arrays) {
+  const page = Math.random().toString(36).slice(2), quiet = 6000;
+  let timer = 0, wait = 500, known = false;
+  const again = () => { clearTimeout(timer); timer = setTimeout(ask, wait); };
+  function ask() {
+    const { volumes, overlays } = model.get("_scene"), want = [...volumes.flatMap(v => v.ids), ...overlays.map(o => o.id)].filter(id => !arrays.get(id)?.codes);
+    if (known && !want.length) { wait = quiet; return; }
+    try { model.send({ type: "ready", page, want: known ? want : null }); } catch { return; }  // the kernel is gone, and this model with it
+    wait = Math.min(2 * wait, 600000);  // a slow connection is not asked again and again
+    again();
+  }
+  return {
+    ask,
+    heard(message) { if (!known && message.type === "hello" && message.page === page) { known = true; wait = quiet; } again(); },
+    stop() { clearTimeout(timer); },
+  };
+}
+
 export default () => {
   const arrays = new Map(), listeners = new Set();  // one copy of the data for all views of a page
   return {
     initialize({ model }) {
+      const greeting = greet(model, arrays), join = joiner();
       model.on("msg:custom", (message, buffers) => {
+        greeting.heard(message);
         const { id, low, step, special, serial } = message, scale = { low, step, special };
-        if (message.type === "array") arrays.set(id, { ...scale, codes: unpack(message, buffers[0]), planes: [] });
+        if (message.type === "array") {
+          const whole = join(message, buffers[0]);
+          if (!whole) return;
+          arrays.set(id, { ...scale, codes: unpack(message, whole), planes: [] });
+        }
         else if (message.type === "planes") {
           const early = message.planes.map(([axis, at], i) => ({ ...scale, axis, at, codes: unpack({ kind: message.kind, size: buffers[i].byteLength / Number(message.kind[1]) }, buffers[i]) }));
           arrays.set(id, { ...scale, codes: null, ...arrays.get(id), planes: early });
@@ -536,8 +577,10 @@ export default () => {
       model.on("change:_scene", () => {
         const scene = model.get("_scene"), known = new Set([...scene.volumes.flatMap(v => v.ids), ...scene.overlays.map(o => o.id)]);
         for (const id of arrays.keys()) if (!known.has(id)) arrays.delete(id);
+        greeting.heard({});  // there may be another array to wait for
       });
-      model.send({ type: "ready" });
+      greeting.ask();
+      return greeting.stop;
     },
     render: ({ model, el }) => view({ model, el, arrays, listeners }),
   };

@@ -67,7 +67,7 @@ def past(name, n, scale, seed=0):
 def updates(nb): return nb.page.evaluate(ROW)
 
 
-def wait_updates(nb, n): nb.page.wait_for_function(f"() => ({ROW})() >= {n}", timeout=20_000)
+def wait_updates(nb, n): nb.until(f"() => ({ROW})() >= {n}")
 
 
 def box(nb, i): return nb.page.locator(".medlab-curves canvas").nth(i).bounding_box()
@@ -86,8 +86,7 @@ def drag(nb, i, a, b):
 def shot(nb, name, i=0):
     "A picture of the widget, where SHOTS says so."
     nb.page.mouse.move(5, 5)
-    nb.page.wait_for_timeout(200)
-    if os.environ.get("SHOTS"): nb.page.locator(".medlab-curves").nth(i).screenshot(path=Path(os.environ["SHOTS"]) / name)
+    if os.environ.get("SHOTS"): nb.page.wait_for_timeout(200); nb.page.locator(".medlab-curves").nth(i).screenshot(path=Path(os.environ["SHOTS"]) / name)
 
 
 def test_curves_move_while_a_thread_trains(notebook):
@@ -97,18 +96,18 @@ def test_curves_move_while_a_thread_trains(notebook):
     nb.kernel("trainer.set(lr=2e-3).wait(20)")
     wait_updates(nb, before + 6)
     nb.page.evaluate(SPY)
-    nb.page.wait_for_function("() => window.drawn.some(t => t.startsWith('lr → 0.002'))")
+    nb.until("() => window.drawn.some(t => t.startsWith('lr → 0.002'))")
     nb.wait("trainer.number > 60")
-    nb.page.wait_for_function("() => Number(document.querySelector('.medlab-curves').dataset.last) > 60")
+    nb.until("() => Number(document.querySelector('.medlab-curves').dataset.last) > 60")
     assert nb.page.locator(".mc-state").first.inner_text().startswith("running, step ")
     assert nb.page.locator(".medlab-curves").bounding_box()["height"] == heights, "no layout jumps while it runs"
     nb.page.keyboard.press("Escape")
     shot(nb, "live.png")
     nb.kernel("import shutil; trainer.stop(); trainer.wait(20); shutil.move('runs/live', 'runs/gone')")
-    nb.page.wait_for_function("() => document.querySelector('.mc-note').textContent.includes('is gone')")
+    nb.until("() => document.querySelector('.mc-note').textContent.includes('is gone')")
     assert nb.kernel("print(curves.thread.is_alive())") == "True"
     nb.kernel("shutil.move('runs/gone', 'runs/live')")
-    nb.page.wait_for_function("() => !document.querySelector('.mc-note').textContent.includes('is gone')")
+    nb.until("() => !document.querySelector('.mc-note').textContent.includes('is gone')")
     nb.kernel("curves.close()")
     assert nb.kernel("print(curves.thread.is_alive())") == "False" and not nb.errors
 
@@ -131,13 +130,13 @@ def test_zoom_marks_themes_and_hostile_names(past):
     assert root.locator(".mc-runs .mc-name").inner_text() == HOSTILE and root.locator("img").count() == 0
     at, w = box(nb, 0), box(nb, 0)["width"] - 62
     page.mouse.move(at["x"] + 52 + 0.5 * w, at["y"] + 60)
-    page.wait_for_function("() => /NaN/.test(document.querySelector('.mc-legend').textContent) || /skip/.test(document.querySelector('.mc-note').textContent)")
+    nb.until("() => /NaN/.test(document.querySelector('.mc-legend').textContent) || /skip/.test(document.querySelector('.mc-note').textContent)")
     page.mouse.move(at["x"] + 52 + 0.2 * w, at["y"] + 60)
-    page.wait_for_function("t => document.querySelector('.mc-note').textContent.includes(t)", arg=HOSTILE)
-    page.wait_for_function("() => ['lr → 0.0002', 'skip ×3', 'bad_sample'].every(t => window.drawn.includes(t))")
+    nb.until("t => document.querySelector('.mc-note').textContent.includes(t)", arg=HOSTILE)
+    nb.until("() => ['lr → 0.0002', 'skip ×3', 'bad_sample'].every(t => window.drawn.includes(t))")
     for dark in (True, False):
         nb.theme(dark)
-        page.wait_for_function("t => document.querySelector('.medlab-curves').dataset.drawn === t", arg="dark" if dark else "light")
+        nb.until("t => document.querySelector('.medlab-curves').dataset.drawn === t", arg="dark" if dark else "light")
         colour = page.evaluate(BEHIND)
         assert (colour == "rgb(255, 255, 255)") != dark, colour
         assert page.evaluate(RED, 0) > 15
@@ -146,7 +145,7 @@ def test_zoom_marks_themes_and_hostile_names(past):
     sent, first = updates(nb), root.get_attribute("data-range")
     assert not first
     drag(nb, 0, 0.30, 0.36)
-    page.wait_for_function("() => { const r = document.querySelector('.medlab-curves').dataset; return r.range && Number(r.updates) > " + str(sent) + " }")
+    nb.until("() => { const r = document.querySelector('.medlab-curves').dataset; return r.range && Number(r.updates) > " + str(sent) + " }")
     a, b = map(float, root.get_attribute("data-range").split())
     assert 17_000 < a < 19_000 and 20_000 < b < 22_400
     nb.wait(f"curves._view.range == [{a}, {b}]")
@@ -173,16 +172,16 @@ def test_runs_overlaid_are_named_and_toggled(past):
     nb, page = past, past.page
     root = page.locator(".medlab-curves").nth(1)
     root.scroll_into_view_if_needed()
-    page.wait_for_function("() => Number(document.querySelectorAll('.medlab-curves')[1].dataset.updates) >= 2")
+    nb.until("() => Number(document.querySelectorAll('.medlab-curves')[1].dataset.updates) >= 2")
     assert root.locator(".mc-runs .mc-name").all_inner_texts() == ["baseline", "lower_lr"]
     shot(nb, "overlaid.png", 1)
     picture = "() => document.querySelectorAll('.medlab-curves')[1].querySelector('canvas').toDataURL()"
     before = page.evaluate(picture)
     root.locator(".mc-runs button").nth(1).click()
-    page.wait_for_function(f"old => ({picture})() !== old", arg=before)
+    nb.until(f"old => ({picture})() !== old", arg=before)
     nb.save()
     other = nb.again()
-    other.page.wait_for_function("() => Number(document.querySelectorAll('.medlab-curves')[1]?.dataset.updates) >= 2")
+    other.until("() => Number(document.querySelectorAll('.medlab-curves')[1]?.dataset.updates) >= 2")
     assert other.page.locator(".medlab-curves").nth(1).locator(".mc-runs .mc-name").all_inner_texts() == ["baseline", "lower_lr"], "a second browser shows it with nothing run"
     other.page.context.close()
     assert not nb.errors

@@ -3,7 +3,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import SLACK
+from conftest import slack
 
 VOLUME = """import numpy as np, threading
 from medlab.data.volume import Volume
@@ -23,7 +23,7 @@ DRAWN = "() => { const r = document.querySelector('.medlab-viewer'); return r &&
 def shown(module_notebook):
     "A small volume with a mask, and names that would run if they were HTML."
     nb = module_notebook(VOLUME)
-    nb.page.wait_for_function(DRAWN, timeout=20_000 * SLACK)
+    nb.until(DRAWN)
     return nb
 
 
@@ -164,10 +164,10 @@ def test_reload_brings_the_picture_back(shown):
     shown.kernel("v.cursor = (5, 6, 7)")
     saved = shown.save()
     other = shown.again()
-    other.page.wait_for_function(DRAWN, timeout=20_000 * SLACK)
+    other.until(DRAWN)
     assert "(5, 6, 7)" in other.page.locator(".mv-status").inner_text()
     other.kernel("v.cursor = (6, 7, 8)"); settle(shown, 3)
-    shown.page.wait_for_function("() => document.querySelector('.mv-status').textContent.includes('(6, 7, 8)')")
+    shown.until("() => document.querySelector('.mv-status').textContent.includes('(6, 7, 8)')")
     other.page.context.close()
     assert len(saved) < 300_000 and b"image/png" in saved and b"widget-state" not in saved and not shown.errors, (len(saved), shown.errors)
 
@@ -207,29 +207,34 @@ DRAG = """drag => new Promise(done => { const c = document.querySelectorAll('.me
         event('pointerup', 0.5, 0.5); window.requestAnimationFrame = raf; const n = Number(root.dataset.frames) - n0; done([n / t * 1000, script / Math.max(n, 1), ticks / t * 1000]) };
     tick() })"""  # [frames drawn per second, ms of script for each, animation frames per second]
 STARTED = "() => { window.started = performance.now(); window.jupyterapp.commands.execute('notebook:run-cell') }"
+REPLACE = "() => { window.started = performance.now(); window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code: 'threading.Thread(target=w.update, args=(new,)).start()'}) }"
+SINCE = "() => (performance.now() - window.started) / 1000"
 
 
 def test_speed_and_size(notebook):
     nb = notebook(LARGE)
     page, dataset, before_size = nb.page, "() => ({...document.querySelector('.medlab-viewer').dataset})", len(nb.save())
     page.evaluate("""() => { const c = window.jupyterapp.shell.currentWidget.content; c.model.sharedModel.addCell({cell_type: 'code', source: "w = Viewer(data, mask, names='prediction', spacing=(1, 1, 1), labels={1: 'core', 2: 'ring', 3: 'shell'})\\nw"}); c.activeCellIndex = 1 }""")
+    factor = slack()
     page.evaluate(STARTED)
     page.wait_for_function(DRAWN, timeout=60_000, polling="raf")
-    first = page.evaluate("() => (performance.now() - window.started) / 1000")
-    page.wait_for_function("() => document.querySelector('.medlab-viewer').dataset.drawn", timeout=60_000)
+    first = page.evaluate(SINCE)
+    nb.until("() => document.querySelector('.medlab-viewer').dataset.drawn", seconds=60)
     page.evaluate("() => document.querySelector('.medlab-viewer').scrollIntoView()"); settle(nb, 5)
     idle, (fps, script, _) = page.evaluate(DRAG, False)[2], page.evaluate(DRAG, True)
 
     took = {"arrived": [], "drawn": []}
-    for k in range(2):
+    for k in range(5):
         nb.kernel(f"new = data * {0.6 + k / 10}")
         before = page.evaluate(dataset)
-        page.evaluate("""() => { window.started = performance.now(); window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code: 'threading.Thread(target=w.update, args=(new,)).start()'}) }""")
+        page.evaluate(REPLACE)
         for what in took:  # the planes on the screen, the whole volume; Playwright, which listens to the network, slows the latter 3 to 5 times
-            page.wait_for_function("([k, v]) => document.querySelector('.medlab-viewer').dataset[k] !== v", arg=[what, before[what]], timeout=20_000, polling="raf")
-            took[what].append(page.evaluate("() => (performance.now() - window.started) / 1000"))
+            page.wait_for_function("([k, v]) => document.querySelector('.medlab-viewer').dataset[k] !== v", arg=[what, before[what]], timeout=60_000, polling="raf")
+            took[what].append(page.evaluate(SINCE))
+        if k >= 1 and min(took["arrived"]) < 0.3: break
+    factor = max(factor, slack())
     grown, planes, whole = len(nb.save()) - before_size, min(took["arrived"]), min(took["drawn"])
-    print(f"\nfirst picture {first:.2f} s; {fps:.0f} frames/s while dragging ({idle:.0f} of an idle page), {script:.1f} ms of script each; a new prediction on the screen in {planes:.2f} s, whole in {whole:.2f} s; the notebook grew {grown / 1000:.0f} kB")
-    assert first < 2 * SLACK and planes < 0.3 * SLACK and grown < 300_000, (first, took, grown)
-    assert fps > min(30, 0.6 * idle) and script < 20 * SLACK, (fps, idle, script)  # a machine that gives an idle page 20 frames cannot give 30
+    print(f"\nfirst picture {first:.2f} s; {fps:.0f} frames/s while dragging ({idle:.0f} of an idle page), {script:.1f} ms of script each; a new prediction on the screen in {planes:.2f} s, whole in {whole:.2f} s; the notebook grew {grown / 1000:.0f} kB; time allowed × {factor:.1f}")
+    assert first < 2 * factor and planes < 0.3 * factor and grown < 300_000, (first, took, grown, factor)
+    assert fps > min(30 / factor, 0.6 * idle) and script < 20 * factor, (fps, idle, script, factor)  # a machine that gives an idle page 20 frames cannot give 30
     assert not nb.errors, nb.errors

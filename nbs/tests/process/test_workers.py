@@ -1,0 +1,66 @@
+"""Workers that die, readers that raise anything: no sample is lost or comes twice, and every one that is left out is named."""
+import os
+import signal
+import time
+
+import pytest
+from toys import Toy, events, losses, trainer
+
+from medlab.train import faults
+
+STEPS = 20  # two and a half epochs
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    "The losses of a run without workers and without faults."
+    path = tmp_path_factory.mktemp("whole") / "run"
+    with trainer(path) as t: t.fit(STEPS, progress=False)
+    return losses(path)
+
+
+def test_a_worker_that_dies_while_it_reads(tmp_path, whole):
+    with trainer(tmp_path / "run", Toy(workers=2)) as t, faults.plant(t, faults.kill_worker(index=7), faults.kill_worker(index=20, number=signal.SIGSEGV)) as planted:
+        t.fit(STEPS, progress=False)
+        cursor = t.feed.cursor
+    assert len(planted.fired) == 2 and cursor == STEPS * 4 and losses(tmp_path / "run") == whole, "the same samples in the same order"
+    said = events(tmp_path / "run", "bad_sample", "worker")
+    assert len(said) == 2 and "SIGKILL" in " ".join(said) and "SIGSEGV" in " ".join(said) and all("started again" in s for s in said)
+
+
+def test_workers_killed_from_outside_and_an_interrupt_in_the_terminal(tmp_path, whole):
+    with trainer(tmp_path / "run", Toy(workers=2)) as t:
+        t.fit(3, progress=False)
+        for w in t.feed.workers: os.kill(w.pid, signal.SIGINT)  # what Ctrl-C sends to every process of a terminal
+        t.fit(3, progress=False)
+        assert not events(t.path, "bad_sample", "worker")
+        for w in t.feed.workers: os.kill(w.pid, signal.SIGKILL)
+        t.fit(STEPS - 6, progress=False)
+    assert losses(tmp_path / "run") == whole and len(events(tmp_path / "run", "bad_sample", "worker")) == 1
+
+
+def test_a_sample_that_ends_whoever_reads_it(tmp_path):
+    with trainer(tmp_path / "run", Toy(workers=1)) as t, faults.plant(t, faults.kill_worker(index=7, times=None)) as planted:
+        t.fit(STEPS, progress=False)
+        assert len(planted.fired) >= 3 and list(t.feed.quarantined) == [7] and t.feed.cursor == STEPS * 4
+        dropped = sum(t.run.metrics("dropped")["dropped"].value)
+    with trainer(tmp_path / "without") as t:
+        t.feed.quarantined[7] = "left out from the start"
+        t.fit(STEPS, progress=False)
+        assert sum(t.run.metrics("dropped")["dropped"].value) == dropped >= 2
+    assert losses(tmp_path / "run") == losses(tmp_path / "without"), "all others as ever"
+    assert any("sample 7" in s and "it ends whatever process reads it and is in quarantine" in s for s in events(tmp_path / "run", "bad_sample", "quarantine"))
+
+
+RAISED = [StopIteration("the end?"), MemoryError(), KeyboardInterrupt(), SystemExit(3), OSError(5, "Input/output error"), EOFError("truncated"), GeneratorExit(), RuntimeError("corrupt")]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reader_that_raises(tmp_path, workers):
+    raised = [e for e in RAISED if workers or not isinstance(e, KeyboardInterrupt)]  # in the trainer's own process that is the user's
+    with trainer(tmp_path / "run", Toy(workers=workers)) as t, faults.plant(t, *(faults.reader(e, index=3 * i) for i, e in enumerate(raised))) as planted:
+        t.fit(STEPS, progress=False)
+        assert t.run.state == "done" and len(planted.fired) == len(raised) and not t.feed.quarantined
+    said = events(tmp_path / "run", "bad_sample")
+    assert len(said) == len(raised), said
+    for i, e in enumerate(raised): assert sum(f"sample {3 * i} was left out: {type(e).__name__}" in s for s in said) == 1

@@ -1,0 +1,403 @@
+"""What the guards do when something goes wrong in a real trainer: memory that runs out, faults that pass, faults that stay."""
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from medlab.core import UserError, generator
+from medlab.train.loop import RunFailed
+from medlab.train.recipe import Recipe, Table
+from medlab.train.state import state_of
+from medlab.train.trainer import Trainer
+
+CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
+ERRORS = {"device": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "host": lambda: RuntimeError(CPU), "python": MemoryError}
+
+
+@dataclass
+class Toy(Recipe):
+    "Batch statistics, dropout and noise, so that buffers and random state matter."
+    batch_size: int = 8
+    batch_norm: bool = True
+    name = "toy"
+    predict_options = dict(tile=(int, None, "side"))
+
+    def build_model(self): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if self.batch_norm else nn.Identity(), nn.SiLU(), nn.Dropout(0.2 if self.batch_norm else 0.0), nn.Linear(8, 1))
+
+    def dataset(self):
+        x = torch.randn(64, 4, generator=generator(self.seed, "toy"))
+        return [dict(x=v, y=v.sum(0, keepdim=True), case=f"toy{i:02}") for i, v in enumerate(x)]
+
+    def prepare(self, batch, seed): return {**batch, "x": batch["x"] + 0.01 * torch.randn(batch["x"].shape, generator=torch.Generator().manual_seed(seed))}
+    def losses(self, model, batch): return dict(loss=(model(batch["x"]) - batch["y"]).square().mean(1))
+    def predict(self, model, case, tile=None): return tile
+    def evaluate(self, model, cases=None, tile=None): return Table([dict(case="a", tile=float(tile or 0))])
+
+
+@pytest.fixture
+def make(tmp_path):
+    "Makes trainers, each in a directory of its own unless it goes on."
+    made = []
+
+    def make(name="run", recipe=None, **kw):
+        made.append(Trainer(recipe or Toy(), tmp_path / name, threads=1, **({} if kw.get("resume") else dict(lr=1e-2)) | kw))
+        return made[-1]
+
+    yield make
+    for t in made: t.close()
+
+
+def bits(trainer, *without):
+    "Everything that decides how training goes on, as bytes."
+    flat = lambda x: [flat(v) for v in x.values()] if isinstance(x, dict) else [flat(v) for v in x] if isinstance(x, (list, tuple)) else x.numpy().tobytes() if torch.is_tensor(x) else x
+    return repr(flat({k: v for k, v in state_of(trainer).items() if k not in ("recovery", *without)}))
+
+
+def scarce(trainer, room, error="device", where="forward", steps=None):
+    "Memory for `room` samples at once in one pass of these steps (None: all); the list of sizes that were refused."
+    whole, refused = trainer.step.losses, []
+
+    def refuse(n):
+        refused.append(n)
+        raise ERRORS[error]()
+
+    def losses(model, batch):
+        n, out = len(batch["x"]), whole(model, batch)
+        if n <= room or (steps is not None and trainer.step.number not in steps): return out
+        if where == "forward": refuse(n)
+        out["loss"].register_hook(lambda g: refuse(n))
+        return out
+
+    trainer.step.losses = losses
+    return refused
+
+
+# memory runs out
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_does_not_fit_is_the_step_of_a_run_with_smaller_micro_batches(make, error, where):
+    told = make("told", micro_batch=2, accumulate=2).fit(12, progress=False)
+    t = make("scarce", accumulate=2)
+    refused = scarce(t, 2, error, where)
+    t.fit(12, progress=False)
+    assert refused == [8, 4] and bits(t) == bits(told), "weights, moments, batch statistics, loss scale, knobs, cursor"
+    events, change = t.run.events("oom"), t.run.changes()
+    assert [e.data["after"] for e in events] == [4, 2] and {e.data["where"] for e in events} == {where} and all("came back" in e.text for e in events)
+    assert [(c.source, c.new, c.applied_step, c.state) for c in change] == [("oom", dict(micro_batch=2), 1, "applied")] or [c.state for c in change] == ["refused", "applied"]
+    s = t.run.metrics("attempted", "taken", "consumed", "samples")
+    assert s["attempted"].value[0] == 3 and s["attempted"].value[-1] == 14 and s["taken"].value[-1] == 12 and s["consumed"].value[-1] == 12 * 16 and set(s["samples"].value) == {16}
+
+
+def test_without_batch_statistics_it_is_the_whole_batch(make):
+    whole = make("whole", Toy(batch_norm=False)).fit(20, progress=False)
+    t = make("scarce", Toy(batch_norm=False))
+    scarce(t, 3)
+    t.fit(20, progress=False)
+    for a, b in zip(whole.model.parameters(), t.model.parameters()): assert torch.allclose(a, b, atol=1e-4)
+    assert t.knobs.micro_batch == 2
+
+
+def test_a_passing_shortage_is_forgotten_and_a_lasting_one_is_not_tried_for_ever(make):
+    t = make(regrow_after=5)
+    scarce(t, 4, steps=[3])
+    t.fit(12, progress=False)
+    assert t.knobs.micro_batch is None and [c.new["micro_batch"] for c in t.run.changes()] == [4, None] and t.run.changes()[1].applied_step == 8
+    u = make("lasting", regrow_after=5)
+    refused = scarce(u, 4)
+    u.fit(60, progress=False)
+    assert len(refused) == 4 and u.knobs.micro_batch == 4, "at first, and after 5, 10 and 20 more steps; 40 more are still to come"
+
+
+def test_what_was_learned_outlives_a_resume_and_replays(make, tmp_path):
+    t = make("first")
+    scarce(t, 2)
+    t.fit(10, progress=False); t.close()
+    again = make("first", resume=True).fit(5, progress=False)
+    replayed = make("replayed")
+    replayed.replay(tmp_path / "first")
+    replayed.fit(15, progress=False)
+    assert again.knobs.micro_batch == 2 and again.recovery.size.asked is None and bits(again) == bits(replayed)
+
+
+def test_nothing_helps(make):
+    t = make(recipe=Toy(batch_norm=False))
+    t.fit(3, progress=False)
+    before = bits(t, "knobs")
+    scarce(t, 0)
+    with pytest.raises(RunFailed, match="with 1 sample in a micro-batch"): t.fit(5, progress=False)
+    assert bits(t, "knobs") == before and t.number == 3 and t.run.state == "failed" and t.run.checkpoints()[-1]["step"] == 3
+    t.step.losses = t.recipe.losses
+    t.fit(2, progress=False)
+    twin = make("twin", Toy(batch_norm=False)).fit(3, progress=False)
+    twin.set(micro_batch=1)
+    assert bits(twin.fit(2, progress=False)) == bits(t), "its samples were not lost"
+
+
+def failing_optimizer(trainer, after):
+    "The optimizer's next step fails for want of memory, before or after it has moved something."
+    whole = trainer.optimizer.step
+
+    def step(*args, **kw):
+        trainer.optimizer.step = whole
+        if after: whole(*args, **kw)
+        raise torch.OutOfMemoryError("planted in the optimizer")
+
+    trainer.optimizer.step = step
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_memory_runs_out_in_the_optimizer(make, precision):
+    "Before anything moved the step is made again; after, the run goes back to its checkpoint. Never a second step on top of half a one."
+    told = make("told", precision=precision)
+    told.fit(5, progress=False)
+    told.set(micro_batch=4)
+    told.fit(7, progress=False)
+    t = make("before", precision=precision).fit(5, progress=False)
+    failing_optimizer(t, after=False)
+    t.fit(7, progress=False)
+    assert bits(t) == bits(told) and t.run.events("oom")[0].data["where"] == "optimizer"
+    whole = make("whole", precision=precision).fit(12, progress=False)
+    u = make("after", precision=precision, save_every=3).fit(5, progress=False)
+    failing_optimizer(u, after=True)
+    u.fit(7, progress=False)
+    assert bits(u, "knobs") == bits(whole, "knobs") and [e.level for e in u.run.events("oom")] == ["error"] and "went back from step 5 to the checkpoint of step 5" in u.run.events("restore")[0].text
+    v = make("none", save_every=0)
+    failing_optimizer(v, after=True)
+    with pytest.raises(RunFailed, match="no checkpoint was written yet"): v.fit(3, progress=False)
+    assert not v.run.checkpoints(), "half a step is not saved"
+    with pytest.raises(UserError, match="start anew"): v.fit(1, progress=False)
+
+
+def test_validation_and_prediction_never_end_a_training(make):
+    class Heavy(Toy):
+        "Fits in tiles of 16."
+        image_size = (64, 64)
+        def predict(self, model, case, tile=64):
+            if tile > 16: raise MemoryError
+            return tile
+        def evaluate(self, model, cases=None, tile=64): return Table([dict(case="a", tile=float(self.predict(model, "a", tile)))])
+
+    t = make(recipe=Heavy(), val_every_steps=2).fit(4, progress=False)
+    assert t.run.metrics("val_tile")["val_tile"].value.tolist() == [16, 16] and t.predict("a") == 16
+    t.set(val_retries=1, predict_retries=1)
+    t.fit(4, progress=False)
+    assert t.run.state == "done" and t.number == 8 and len(t.run.events("validation")) == 2 and len(t.run.metrics("val_tile")["val_tile"].value) == 2
+    with pytest.raises(UserError, match="memory ran out in prediction .MemoryError.*the last in tiles of 32; smaller tiles"): t.predict("a")
+
+
+def test_memory_runs_out_while_a_batch_is_prepared(make):
+    whole = make("whole").fit(4, progress=False)
+    t, calls = make("scarce"), []
+    prepare = t.recipe.prepare
+
+    def once(batch, seed):
+        calls.append(1)
+        if len(calls) == 2: raise MemoryError
+        return prepare(batch, seed)
+
+    t.recipe.prepare = once
+    t.fit(4, progress=False)
+    assert bits(t) == bits(whole) and t.run.events("oom")[0].data["where"] == "data"
+    t.recipe.prepare = lambda batch, seed: (_ for _ in ()).throw(MemoryError())
+    with pytest.raises(RunFailed, match="twice; smaller samples"): t.fit(1, progress=False)
+
+
+class Interrupt(BaseException): "Not an error of anything in the step."
+
+
+@pytest.mark.parametrize("where", ["data", "forward", "backward"])
+def test_a_step_that_is_interrupted_was_never_made(make, where):
+    "Whatever interrupts it, training that goes on afterwards ends in the bits of the run that was not interrupted."
+    whole = make("whole", accumulate=2).fit(8, progress=False)
+    t, calls = make("broken", accumulate=2), []
+
+    def once(*_):
+        calls.append(1)
+        if len(calls) == 6: raise Interrupt
+
+    prepare, losses = t.recipe.prepare, t.step.losses
+    if where == "data": t.recipe.prepare = lambda batch, seed: once() or prepare(batch, seed)
+    if where == "forward": t.step.losses = lambda m, b: once() or losses(m, b)
+    if where == "backward": t.model[0].weight.register_hook(once)
+    with pytest.raises(Interrupt): t.fit(8, progress=False)
+    assert t.number == 2 and t.feed.cursor == 32
+    assert bits(t.fit(6, progress=False)) == bits(whole)
+
+
+REAL = """
+import resource, sys, torch
+from torch import nn
+from dataclasses import dataclass
+from medlab.core import generator
+from medlab.train.recipe import Recipe
+from medlab.train.trainer import Trainer
+
+@dataclass
+class Wide(Recipe):
+    "32 samples whose activations take about 17 MB each."
+    batch_size: int = 32
+    name = "wide"
+    def build_model(self): return nn.Sequential(nn.Conv3d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv3d(16, 1, 3, padding=1))
+    def dataset(self): return [dict(x=torch.randn(1, 32, 32, 32, generator=generator(0, i)), case=str(i)) for i in range(32)]
+    def losses(self, model, batch): return dict(loss=(model(batch["x"]) - batch["x"]).square().mean((1, 2, 3, 4)))
+
+torch.set_num_threads(1)
+t = Trainer(Wide(), sys.argv[1], threads=1, lr=1e-3, **(dict(micro_batch=int(sys.argv[3])) if len(sys.argv) > 3 else {}))
+if int(sys.argv[2]):
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[2]) * 10**6,) * 2)
+t.fit(2, progress=False)
+print(t.run.state, t.knobs.micro_batch, len(t.run.events("oom")), torch.cat([p.detach().flatten() for p in t.model.parameters()]).double().abs().sum().item())
+print(t.run.events("oom")[0].text if t.run.events("oom") else "", file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is enforced on Linux")
+def test_memory_really_runs_out(tmp_path):
+    "The kernel refuses memory to a process whose address space is limited: training finishes, to the bits of a run that was told the size it found."
+    def run(*argv):
+        out = subprocess.run([sys.executable, "-c", REAL, *map(str, argv)], capture_output=True, text=True, timeout=120)
+        assert out.returncode == 0, out.stderr[-2000:]
+        return out.stdout.split(), out.stderr
+
+    (state, size, events, weights), said = run(tmp_path / "scarce", 400)
+    assert state == "done" and int(size) < 32 and int(events) >= 1 and "memory ran out in the " in said and "t allocate memory" in said, said
+    assert run(tmp_path / "told", 0, size)[0] == ["done", size, "0", weights]
+
+# faults that stay
+
+def poisoned(trainer, when):
+    "The gradient of the first layer is not finite in every step for which `when(trainer)` is true; the steps."
+    hit = []
+
+    def hook(g):
+        if not when(trainer): return g
+        if trainer.step.number not in hit[-1:]: hit.append(trainer.step.number)
+        return g * torch.inf
+
+    trainer.model[0].weight.register_hook(hook)
+    return hit
+
+
+def kinds(trainer): return [e.data["rung"] for e in trainer.run.events("guard")]
+
+
+def test_a_fault_that_passes_costs_a_step_and_is_explained(make):
+    t = make()
+    poisoned(t, lambda t: t.step.number == 5 and t.step.where == "backward" and not t.run.events("skip"))
+    before = []
+    whole = t.step.buffers.restore
+    t.step.buffers.restore = lambda: (whole(), before.append([b.clone() for b in t.model.buffers()]))
+    t.fit(10, progress=False)
+    assert t.step.taken == 9 and t.number == 10 and len(t.run.events("skip")) == 1 and len(t.run.events("diagnosis")) == 1 and not kinds(t)
+    assert t.model[1].num_batches_tracked == 9, "a skipped step has moved no statistics, nor has its diagnosis"
+
+
+def test_a_module_and_a_case_are_named(make):
+    t = make(check_loss=False, recipe=Toy(batch_norm=False))
+    t.model[4].register_forward_hook(lambda m, args, out: out * torch.where(out == out.max(), torch.nan, 1.0) if m is t.model[4] and t.step.number == 3 else out)
+    bad = {}
+    losses = t.step.losses
+    t.step.losses = lambda m, b: bad.setdefault(t.step.number, list(b["case"])) and losses(m, b)
+    t.fit(4, progress=False)
+    found = t.run.events("diagnosis")
+    assert len(found) == 1 and found[0].data["module"] == "4" and found[0].data["where"] == "forward" and set(found[0].data["batch"]) == set(bad[3])
+
+
+def test_a_window_of_bad_data_is_left_out(make):
+    "Three steps in a row are skipped: the run goes back to its checkpoint and goes on behind the window, with everything else as it was."
+    t = make(climb_after=3, save_every=4)
+    hit = poisoned(t, lambda t: 64 < t.feed.cursor <= 64 + 24)
+    t.fit(20, progress=False)
+    assert hit[:3] == [9, 10, 11] and kinds(t) == ["roll_back"] and "went back from step 11 to 8" in t.run.events("guard")[0].text
+    assert (t.number, t.step.taken, t.feed.cursor, t.run.state) == (20, 20, 8 * 20 + 24, "done") and (t.run.metrics("loss")["loss"].step == range(1, 21)).all()
+    twin = make("twin", save_every=4).fit(8, progress=False)
+    twin.feed.cursor += 24
+    twin.feed.seek(twin.feed.cursor)
+    assert bits(twin.fit(12, progress=False), "knobs", "guards") == bits(t, "knobs", "guards")
+
+
+def test_a_precision_that_overflows_is_changed_and_stays_changed(make):
+    t = make(climb_after=3, save_every=2, precision="fp16", rollbacks=1, lr_cuts=0, scale_resets=0)
+    poisoned(t, lambda t: t.number >= 6 and t.knobs.precision == "fp16")
+    t.fit(30, progress=False)
+    assert kinds(t) == ["roll_back", "change_precision"] and t.knobs.precision == "bf16" and (t.number, t.run.state) == (30, "done")
+    assert [(c.source, c.new) for c in t.run.changes()] == [("guard", dict(precision="bf16"))] and t.run.changes()[0].verified
+    t.guards.used.clear()
+    start = t.feed.cursor
+    poisoned(t, lambda t: start < t.feed.cursor <= start + 24)
+    t.fit(10, progress=False)
+    assert kinds(t)[2:] == ["roll_back"] and t.knobs.precision == "bf16"
+    t.close()
+    assert make(resume=True).guards.used == {"roll_back": 1}
+
+
+def test_a_fault_that_nothing_mends_ends_with_a_diagnosis(make):
+    t = make(recipe=Toy(batch_norm=False), climb_after=3, max_skips=3, save_every=2, precision="fp16", scale_critical=65536)
+    poisoned(t, lambda t: t.number >= 6)
+    with pytest.raises(RunFailed) as e: t.fit(1000, progress=False)
+    assert kinds(t) == ["reset_scale", "roll_back", "roll_back", "change_precision", "change_precision", "lower_lr", "lower_lr"], e.value
+    words = str(e.value)
+    assert "gradient of '0.weight'" in words and all(w in words for w in ("loss scale was reset", "went back", "fp16 to bf16", "bf16 to fp32", "learning rate is lowered", "every sample"))
+    assert t.run.state == "failed" and t.knobs.lr == 2.5e-3 and all(p.isfinite().all() for p in t.model.parameters())
+    u = make("off", climb_after=None, max_skips=4)
+    poisoned(u, lambda t: t.number >= 6)
+    with pytest.raises(RunFailed, match="^4 steps in a row were skipped"): u.fit(1000, progress=False)
+    assert not kinds(u) and u.number == 10 and u.knobs.lr == 1e-2
+
+
+@pytest.mark.parametrize("where", ["input", "loss"])
+def test_a_case_over_its_budget_is_left_out(make, where):
+    class Bad(Toy):
+        "Case 5 is poisoned."
+        def dataset(self):
+            items = super().dataset()
+            if where == "input": items[5]["x"][0] = torch.nan
+            return items
+        def losses(self, model, batch):
+            loss = super().losses(model, batch)["loss"]
+            return dict(loss=torch.where(torch.tensor([c == "toy05" for c in batch["case"]]), torch.nan, loss) if where == "loss" else loss)
+
+    t = make(recipe=Bad(batch_norm=False)).fit(8 * 5, progress=False)
+    events = t.run.events("bad_sample" if where == "input" else "drop")
+    assert len(events) == 3 and [e.data["case"] for e in t.run.events("quarantine")] == ["toy05"] and t.step.taken == 40
+    assert where == "input" or t.run.metrics("dropped")["dropped"].value.sum() == 5 and t.run.meta["quarantined"].keys() == {"toy05"}
+    t.close()
+    u = make(recipe=Bad(batch_norm=False), resume=True).fit(8, progress=False)
+    assert len(u.run.events("quarantine")) == 1 and len(u.run.events("bad_sample" if where == "input" else "drop")) == 3
+    v = make("never", Bad(batch_norm=False), case_budget=None).fit(8 * 5, progress=False)
+    assert len(v.run.events("bad_sample" if where == "input" else "drop")) == 5 and not v.run.events("quarantine")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_no_false_alarm(make, precision):
+    t = make(precision=precision).fit(300, progress=False)
+    assert {e.kind for e in t.run.events()} <= {"checkpoint", "sqlite"} | ({"skip", "scaler"} if precision == "fp16" else set()), "a loss scale seeks its level"
+    assert t.step.taken >= 290 and t.knobs.precision == precision
+
+
+# memory that is held
+
+def test_a_leak_is_seen_and_named(make):
+    class Kept: "Held for no reason."
+    t, kept = make(leak_alarm=0.01), []
+    for watch in t.leaks: watch.samples = 8
+    losses = t.step.losses
+    t.step.losses = lambda m, b: kept.append((torch.ones(50_000), [Kept() for _ in range(20)])) or losses(m, b)
+    t.fit(16 * 24 + 1, progress=False)
+    leaks = t.run.events("leak")
+    assert leaks and "tensors +" in leaks[0].text and "objects of type" in leaks[0].text and leaks[0].level == "warning", [e.text for e in leaks]
+
+
+def test_cleanup_is_an_event_and_can_be_switched_off(make):
+    t = make(cleanup_seconds=0.0)
+    t.manager.tune = lambda *a: t.manager.levels.update(normal=0.01, step=0.01, target=0.01)
+    t.fit(40, progress=False)
+    assert [e.step for e in t.run.events("memory")] == [1, 17, 33] and "came back" in t.run.events("memory")[0].text
+    t.set(cleanup=False)
+    t.fit(40, progress=False)
+    assert len(t.run.events("memory")) == 3 and "host" in t.manager.log_memory_usage()
