@@ -282,6 +282,11 @@ class Split:
         names = [*self.train, *self.val, *self.test]
         if len(set(names)) < len(names): raise UserError(f"a case is in the split twice: {sorted({n for n in names if names.count(n) > 1})}; each belongs to one part")
 
+    @property
+    def shown(self) -> list:
+        "The cases that results are shown on: those held out, or those trained on where none is."
+        return [*self.val, *self.test] or self.train
+
     def to_json(self) -> str:
         "The split as text, to be kept with a run."
         return json.dumps(asdict(self), indent=1, ensure_ascii=False)

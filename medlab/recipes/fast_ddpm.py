@@ -172,8 +172,7 @@ class FastDDPM(Recipe):
 
     def _wanted(self, cases=None, modality=None):
         "Pairs of a case and a modality of it that can be hidden and synthesized; held-out cases where there are any."
-        held = [*self.split.val, *self.split.test]
-        names = (held or self.split.train)[:cases] if cases is None or isinstance(cases, int) else list(cases)
+        names = self.split.shown[:cases] if cases is None or isinstance(cases, int) else list(cases)
         wanted = [modality or self.target] if (modality or self.target) != "any" else self.modalities
         return [(n, m) for n in names for m in wanted if m in self.cases[n].modalities and len(self.cases[n].modalities) > 1]
 

@@ -206,8 +206,7 @@ class Restoration(Recipe):
         ending = ".nii.gz" if not isinstance(result, Image) else ".png" if result.dtype in ("bool", "uint8", "uint16") else ".tif"
         return write_any(result, output_file(output, case, f"{case.name}-restored{ending}", self.endings))
 
-    def _shown(self): return [*self.split.val, *self.split.test] or self.split.train
-    def previews(self): "Held-out pairs."; return {n: (n,) for n in self._shown()}
+    def previews(self): "Held-out pairs."; return {n: (n,) for n in self.split.shown}
 
     def preview(self, model, name):
         "The blurred picture, what is made of it, and the sharp one."
@@ -216,7 +215,7 @@ class Restoration(Recipe):
 
     def evaluate(self, model, cases=None, **options):
         "PSNR and SSIM beside those of the blurred input, see `score`; on held-out pairs, or on training pairs where none is held out, which the table says."
-        names = self._shown()[:cases] if cases is None or isinstance(cases, int) else list(cases)
+        names = self.split.shown[:cases] if cases is None or isinstance(cases, int) else list(cases)
         rows = [score(self, model, n, **options) for n in names]
         seen = sorted({*names} & {*self.split.train})
         return Table(rows, f"{', '.join(seen)} {'was' if len(seen) == 1 else 'were'} trained on: these are no results on unseen cases" if seen else "")
