@@ -78,7 +78,8 @@ class Server:
             file.write_text(json.dumps(value))
         self._kernel()
         own = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "runtime", "JUPYTER_DATA_DIR": "data", "IPYTHONDIR": "ipython"}
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **{k: str(self.home / v) for k, v in own.items()}}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "JUPYTER_PREFER_ENV_PATH": "0",  # else the environment's own kernel is found before ours
+               **{k: str(self.home / v) for k, v in own.items()}}
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0",
                    f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={self.root}", "--LabApp.expose_app_in_browser=True", "--JupyterNotebookApp.expose_app_in_browser=True", "--LabApp.news_url=None",
                    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.extension_manager=readonly",

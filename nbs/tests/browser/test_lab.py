@@ -18,10 +18,10 @@ def cells(until):
     return [c for c in code[:at + 1] if "IN_TEST" not in c]
 
 
-def state(nb, *wanted): nb.page.wait_for_function("w => w.includes(document.querySelector('.medlab-panel')?.dataset.state)", arg=list(wanted), timeout=90_000)
+def state(nb, *wanted): nb.until("w => w.includes(document.querySelector('.medlab-panel')?.dataset.state)", list(wanted), 90)
 
 
-def fate(nb, knob, wanted): nb.page.wait_for_function("([n, f]) => document.querySelector(`.mp-row[data-knob=${n}]`)?.dataset.fate === f", arg=[knob, wanted], timeout=60_000)
+def fate(nb, knob, wanted): nb.until("([n, f]) => document.querySelector(`.mp-row[data-knob=${n}]`)?.dataset.fate === f", [knob, wanted], 60)
 
 
 def ask(nb, knob, value):
@@ -52,7 +52,7 @@ def test_the_tutorial(notebook):
     nb = notebook(*cells("lab = Lab(trainer)"), size=(1240, 1500))
     state(nb, "running")
     nb.wait("trainer.number > 3 and lab.preview.viewer is not None", 60)
-    nb.page.locator(".medlab-viewer").first.wait_for(timeout=30_000)
+    nb.page.locator(".medlab-viewer").first.wait_for(timeout=90_000)
     before = nb.kernel("print(trainer.number)")
     nb.page.locator("[data-fix=norm_eps] .mp-switch").click()
     fate(nb, "norm_eps", "applied")
@@ -62,7 +62,7 @@ def test_the_tutorial(notebook):
     steps = json.loads(nb.kernel("print(__import__('json').dumps([[c.applied_step, c.verified, c.source] for c in trainer.run.changes()]))"))
     assert all(verified and step > int(before) for step, verified, _ in steps) and [s[2] for s in steps] == ["panel", "panel"]
     ask(nb, "lr", "99")
-    assert "must be a finite number in (0, 10]" in nb.page.locator(".mp-row[data-knob=lr] .mp-why").inner_text()
+    nb.until("() => document.querySelector('.mp-row[data-knob=lr] .mp-why').innerText.includes('must be a finite number in (0, 10]')")
     nb.wait("'step' in lab.preview.status.value", 60)
     drawn = nb.kernel("print(lab.preview.status.value)")
     nb.wait(f"lab.preview.status.value.startswith('step') and lab.preview.status.value != {drawn!r}", 60)  # live: predicted again
@@ -75,8 +75,8 @@ def test_the_tutorial(notebook):
     assert len(nb.save()) < 300_000
     nb.page.reload()
     state(nb, "running")
-    nb.page.locator(".medlab-viewer canvas").first.wait_for(timeout=30_000)
-    nb.page.locator(".medlab-curves canvas").first.wait_for(timeout=30_000)
+    nb.page.locator(".medlab-viewer canvas").first.wait_for(timeout=90_000)
+    nb.page.locator(".medlab-curves canvas").first.wait_for(timeout=90_000)
     nb.kernel("trainer.stop(); trainer.wait(); lab.close()")
     assert not nb.errors
 
@@ -96,7 +96,7 @@ def test_a_process_outlives_its_kernel(notebook):
     nb.save()
     again = nb.again((1240, 1500))
     state(again, "running")
-    assert again.page.locator(".mp-row[data-knob=norm_eps] input[type=text]").input_value() == "2e-4", "another browser sees the same"
+    again.until("() => document.querySelector('.mp-row[data-knob=norm_eps] input[type=text]').value === '2e-4'")  # another browser sees the same
     again.page.locator(".mp-buttons button", has_text="Pause").click()
     state(nb, "paused")
     nb.page.locator(".mp-buttons button", has_text="Resume").click()

@@ -49,10 +49,19 @@ def knob(nb, name): return root(nb).locator(f".mp-row[data-knob={name}]")
 def button(nb, name): return root(nb).locator(".mp-buttons button", has_text=name)
 
 
-def until_state(nb, state): nb.page.wait_for_function("s => document.querySelector('.medlab-panel')?.dataset.state === s", arg=state, timeout=30_000)
+def until_state(nb, state): nb.until("s => document.querySelector('.medlab-panel')?.dataset.state === s", state, 30)
 
 
-def until_fate(nb, name, fate): nb.page.wait_for_function("([n, f]) => document.querySelector(`.mp-row[data-knob=${n}]`)?.dataset.fate === f", arg=[name, fate], timeout=30_000)
+def until_fate(nb, name, fate): nb.until("([n, f]) => document.querySelector(`.mp-row[data-knob=${n}]`)?.dataset.fate === f", [name, fate], 30)
+
+
+def until_fix(nb, name, state): nb.until("([n, s]) => document.querySelector(`[data-fix=${n}]`)?.dataset.state === s", [name, state], 30)
+
+
+def until_text(nb, selector, *parts): nb.until("([q, parts]) => { const t = document.querySelector(q)?.innerText || ''; return parts.every(p => t.includes(p)) }", [f".medlab-panel {selector}", list(parts)], 30)
+
+
+def until_value(nb, name, value): nb.until("([n, v]) => document.querySelector(`.mp-row[data-knob=${n}] input[type=text]`).value === v", [name, value], 30)
 
 
 def shot(nb, name):
@@ -71,7 +80,7 @@ def test_every_control_reaches_the_step(notebook):
     until_state(nb, "created")
     assert button(nb, "Pause").get_attribute("aria-disabled") == "true" and "nobody trains it now" in button(nb, "Pause").get_attribute("title")
     button(nb, "Pause").click(force=True)
-    assert "nobody trains it now" in root(nb).locator(".mp-said").inner_text(), "a button that cannot be pressed says why"
+    until_text(nb, ".mp-said", "nobody trains it now")  # a button that cannot be pressed says why
     root(nb).locator(".mp-until input").fill("1,000,000")
     button(nb, "Start").click()
     until_state(nb, "running")
@@ -82,7 +91,7 @@ def test_every_control_reaches_the_step(notebook):
     root(nb).locator("[data-fix=fp32_fft] .mp-switch").click()
     nb.wait("trainer.knobs.fft_fp32 is True and len(applied('fft_fp32')) == 1")
     until_fate(nb, "fft_fp32", "applied")
-    assert knob(nb, "fft_fp32").locator(".mp-fate").inner_text() == "✓ step " + nb.kernel("print(applied('fft_fp32')[0])")
+    until_text(nb, ".mp-row[data-knob=fft_fp32] .mp-fate", "✓ step " + nb.kernel("print(applied('fft_fp32')[0])"))
 
     slider = knob(nb, "lr").locator("input[type=range]")
     box = slider.bounding_box()
@@ -93,40 +102,42 @@ def test_every_control_reaches_the_step(notebook):
     page.mouse.up()
     nb.wait("trainer.knobs.lr > 5e-3 and len(applied('lr')) == 1")
     until_fate(nb, "lr", "applied")
-    assert float(knob(nb, "lr").locator("input[type=text]").input_value()) == float(nb.kernel("print(trainer.knobs.lr)"))
+    nb.until("v => Number(document.querySelector('.mp-row[data-knob=lr] input[type=text]').value) === v", float(nb.kernel("print(trainer.knobs.lr)")))
     assert root(nb).bounding_box()["height"] == height, "no layout jumps while it runs"
 
     eps = knob(nb, "norm_eps").locator("input[type=text]")
     eps.fill("3e-4")
     eps.press("Enter")
     nb.wait("trainer.knobs.norm_eps == 3e-4 and len(applied('norm_eps')) == 1")
+    until_fate(nb, "norm_eps", "applied")
     eps.fill("0")
     eps.press("Enter")
-    assert "0 was not asked for: it must be a finite number in (0, 1]" in knob(nb, "norm_eps").locator(".mp-why").inner_text()
+    until_text(nb, ".mp-row[data-knob=norm_eps] .mp-why", "0 was not asked for: it must be a finite number in (0, 1]")
     shot(nb, "invalid.png")
     eps.press("Escape")
-    assert eps.input_value() == "3e-4" and not knob(nb, "norm_eps").locator(".mp-why").is_visible()
+    until_value(nb, "norm_eps", "3e-4")
+    knob(nb, "norm_eps").locator(".mp-why").wait_for(state="hidden")
     knob(nb, "norm_eps").locator(".mp-reset").click()
     nb.wait("trainer.knobs.norm_eps == 1e-5")
     knob(nb, "schedule").locator("select").select_option(label="cosine")
     nb.wait("trainer.knobs.schedule == 'cosine'")
 
     root(nb).locator("input[type=search]").fill("clip")
-    assert root(nb).locator(".mp-row[data-knob]:visible").evaluate_all("rows => rows.map(r => r.dataset.knob)") == ["clip_norm", "clip_by_loss"]
+    nb.until("() => [...document.querySelectorAll('.medlab-panel .mp-row[data-knob]')].filter(r => r.offsetParent).map(r => r.dataset.knob).join() === 'clip_norm,clip_by_loss'")
     knob(nb, "clip_norm").locator("input[type=checkbox]").uncheck()
-    assert knob(nb, "clip_norm").locator("input[type=text]").input_value() == "1", "the value of the fix is proposed, and not asked for yet"
+    until_value(nb, "clip_norm", "1")  # the value of the fix is proposed, and not asked for yet
     shot(nb, "offered.png")
     assert "clip_norm" not in str(asked(nb))
     knob(nb, "clip_norm").locator(".mp-why button").click()
     nb.wait("trainer.knobs.clip_norm == 1.0")
     until_fate(nb, "clip_norm", "applied")
-    assert root(nb).locator("[data-fix=clip_norm]").get_attribute("data-state") == "on", "a fix is on where its knobs have the on value"
+    until_fix(nb, "clip_norm", "on")  # where its knobs have the on value
     knob(nb, "clip_norm").locator("input[type=checkbox]").check()
     nb.wait("trainer.knobs.clip_norm is None")
     root(nb).locator("input[type=search]").fill("")
 
     nb.kernel("trainer.set(scaler_watch=False)")
-    page.wait_for_function("() => document.querySelector('[data-fix=scaler_watch]').dataset.state === 'partly'")
+    until_fix(nb, "scaler_watch", "partly")
     root(nb).locator("[data-fix=scaler_watch] .mp-switch").click()
     nb.wait("trainer.knobs.scaler_watch and trainer.knobs.scale_floor == 1")
 
@@ -136,28 +147,30 @@ def test_every_control_reaches_the_step(notebook):
     knob(nb, "lr").locator("input[type=text]").fill("2e-5")
     knob(nb, "lr").locator("input[type=text]").press("Tab")
     until_fate(nb, "lr", "pending")
-    assert knob(nb, "lr").locator(".mp-fate").inner_text().startswith("after the pause · now ") and knob(nb, "lr").locator("input[type=text]").input_value() == "2e-5"
+    until_text(nb, ".mp-row[data-knob=lr] .mp-fate", "after the pause · now ")
+    until_value(nb, "lr", "2e-5")
     shot(nb, "paused.png")
     button(nb, "Resume").click()
     until_fate(nb, "lr", "applied")
     assert nb.kernel("print(applied('lr')[-1])") == str(at + 1)
 
     button(nb, "Save").click()
-    page.wait_for_function("() => document.querySelector('.mp-buttons button:last-child').getAttribute('aria-disabled') === 'false'")
+    nb.wait(f"any(c['step'] > {at} for c in trainer.run.checkpoints())")
+    nb.until("() => document.querySelector('.mp-buttons button:last-child').getAttribute('aria-disabled') === 'false'")
     knob(nb, "lr").locator("input[type=text]").fill("0.1")
     knob(nb, "lr").locator("input[type=text]").press("Enter")
-    until_fate(nb, "lr", "applied")
     nb.wait("len(applied('lr')) == 3")
+    until_text(nb, ".mp-row[data-knob=lr] .mp-fate", "✓ step " + nb.kernel("print(applied('lr')[-1])"))
     button(nb, "Restore").click()
     shot(nb, "restore.png")
     root(nb).locator(".mp-sure button", has_text="Go back").click()
     until_fate(nb, "lr", "undone")
     nb.wait("trainer.knobs.lr == 2e-5")
-    assert knob(nb, "lr").locator("input[type=text]").input_value() == "2e-5"
+    until_value(nb, "lr", "2e-5")
     button(nb, "Stop").click()
     until_state(nb, "stopped")
     nb.wait("not trainer.thread.is_alive()")
-    assert root(nb).locator(".mp-until input").input_value() == "1000000"
+    nb.until("() => document.querySelector('.mp-until input').value === '1000000'")
     root(nb).locator(".mp-until input").fill(str(int(nb.kernel("print(trainer.number)")) + 5))
     button(nb, "Start").click()
     until_state(nb, "done")
@@ -172,22 +185,26 @@ def test_hostile_names_errors_reload_and_a_second_browser(notebook):
     page = nb.page
     nb.kernel(f"trainer.event('note', {HOSTILE!r}, case={HOSTILE!r}); trainer.start(until=10**6)")
     until_state(nb, "running")
-    assert root(nb).locator(".mp-name").inner_text() == HOSTILE
+    until_text(nb, ".mp-name", HOSTILE)
     label = knob(nb, "norm_eps").locator(".mp-label")
     label.click()
-    assert HOSTILE in knob(nb, "norm_eps").locator(".mp-help").inner_text() and HOSTILE in label.get_attribute("title")
+    until_text(nb, ".mp-row[data-knob=norm_eps] .mp-help", HOSTILE)
+    assert HOSTILE in label.get_attribute("title")
     nb.kernel("panel._remote.controls['knobs']['lr']['high'] = 1000; panel._heard(None, dict(t='hello'), [])")  # a page that does not know the rule
-    page.wait_for_timeout(500)
-    knob(nb, "lr").locator("input[type=text]").fill("50")
-    knob(nb, "lr").locator("input[type=text]").press("Enter")
+    knob(nb, "lr").locator("input[type=range]").wait_for()
+    for _ in range(20):  # until the page has the other rule
+        knob(nb, "lr").locator("input[type=text]").fill("50")
+        knob(nb, "lr").locator("input[type=text]").press("Enter")
+        page.wait_for_timeout(500)
+        if "not asked for" not in knob(nb, "lr").locator(".mp-why").inner_text(): break
     until_fate(nb, "lr", "refused")
-    assert "lr=50 is refused: it must be a finite number in (0, 10]" in knob(nb, "lr").locator(".mp-why").inner_text() and knob(nb, "lr").locator("input[type=text]").input_value() == "1e-3"
+    until_text(nb, ".mp-row[data-knob=lr] .mp-why", "lr=50 is refused: it must be a finite number in (0, 10]")
+    until_value(nb, "lr", "1e-3")
     nb.kernel(f"recipe.broken = 'no such case: ' + {HOSTILE!r}")
     until_state(nb, "failed")
-    fault = root(nb).locator(".mp-fault")
-    assert "Training ended with an error" in fault.inner_text() and f"ValueError: no such case: {HOSTILE}" in fault.inner_text()
-    fault.locator("summary").click()
-    assert "in prepare" in fault.locator("pre").inner_text()
+    until_text(nb, ".mp-fault", "Training ended with an error", f"ValueError: no such case: {HOSTILE}")
+    root(nb).locator(".mp-fault summary").click()
+    until_text(nb, ".mp-fault pre", "in prepare")
     for dark in (True, False):
         nb.theme(dark)
         shot(nb, f"failed_{'dark' if dark else 'light'}.png")
@@ -196,34 +213,35 @@ def test_hostile_names_errors_reload_and_a_second_browser(notebook):
 
     page.reload()
     until_state(nb, "failed")
-    assert knob(nb, "lr").locator(".mp-why").inner_text() == "lr=50 is refused: it must be a finite number in (0, 10]" and f"ValueError: no such case: {HOSTILE}" in root(nb).locator(".mp-fault").inner_text()
+    until_text(nb, ".mp-row[data-knob=lr] .mp-why", "lr=50 is refused: it must be a finite number in (0, 10]")
+    until_text(nb, ".mp-fault", f"ValueError: no such case: {HOSTILE}")
     other = nb.again(size=(1200, 2000))
     until_state(other, "failed")
     nb.kernel("recipe.broken = None")
     button(other, "Start").click()
     for one in (nb, other):
         until_state(one, "running")
-        one.page.wait_for_function("() => !document.querySelector('.mp-fault')")
+        one.until("() => !document.querySelector('.mp-fault')")
     root(other).locator("[data-fix=fp32_fft] .mp-switch").click()
     for one in (nb, other):
         until_fate(one, "fft_fp32", "applied")
-        assert root(one).locator("[data-fix=fp32_fft]").get_attribute("data-state") == "on"
+        until_fix(one, "fp32_fft", "on")
     nb.wait("trainer.knobs.fft_fp32")
 
     nb.kernel("shutil.move(trainer.path, 'runs/away')")
-    page.wait_for_function("() => /is gone or out of reach/.test(document.querySelector('.mp-trouble').textContent)")
+    nb.until("() => /is gone or out of reach/.test(document.querySelector('.mp-trouble').textContent)")
     shot(nb, "gone.png")
     nb.kernel("shutil.move('runs/away', trainer.path)")
-    page.wait_for_function("() => !document.querySelector('.mp-trouble').textContent")
+    nb.until("() => !document.querySelector('.mp-trouble').textContent")
     nb.kernel("trainer.store.write('PRAGMA max_page_count=1')")
-    page.wait_for_function("() => /cannot be written/.test(document.querySelector('.mp-trouble').textContent)")
-    assert root(nb).get_attribute("data-state") == "running"
+    nb.until("() => /cannot be written/.test(document.querySelector('.mp-trouble').textContent)")
+    until_state(nb, "running")
     button(nb, "Stop").click()  # the checkpoint at the end cannot be listed
     until_state(nb, "failed")
-    assert "Training ended with an error that could not be recorded" in root(nb).locator(".mp-trouble").inner_text()
+    until_text(nb, ".mp-trouble", "Training ended with an error that could not be recorded")
     shot(nb, "full.png")
     nb.kernel("trainer.store.write('PRAGMA max_page_count=1000000')")
-    page.wait_for_function("() => !/cannot be written/.test(document.querySelector('.mp-trouble').textContent)")
+    nb.until("() => !/cannot be written/.test(document.querySelector('.mp-trouble').textContent)")
     button(nb, "Start").click()
     nb.wait("trainer.busy.locked()")
     until_state(nb, "running")
@@ -250,12 +268,12 @@ def test_keyboard_alone(notebook):
     shot(nb, "focus.png")
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")
-    assert "Measured: ends the overflow" in root(nb).locator("[data-fix=fp32_fft] .mp-help").inner_text()
+    until_text(nb, "[data-fix=fp32_fft] .mp-help", "Measured: ends the overflow")
     slider = knob(nb, "lr").locator("input[type=range]")
     slider.focus()
     for _ in range(5): page.keyboard.press("ArrowRight")
     nb.wait("len(applied('lr')) == 1 and trainer.knobs.lr > 1.5e-3")
-    assert slider.get_attribute("aria-valuetext").startswith("1.8e-3 per step")
+    nb.until("() => document.querySelector('.mp-row[data-knob=lr] input[type=range]').getAttribute('aria-valuetext').startsWith('1.8e-3 per step')")
     number = knob(nb, "horizon").locator("input")
     number.focus()
     page.keyboard.press("ArrowUp")
@@ -300,12 +318,12 @@ panel = Panel("runs/storm")
 
 def test_a_storm_and_a_run_of_an_earlier_version(notebook):
     nb = notebook(STORM, "panel", size=(1200, 2000))
-    nb.page.wait_for_function("() => document.querySelectorAll('.mp-item').length === 1")
+    nb.until("() => document.querySelectorAll('.mp-item').length === 1")
     assert root(nb).locator(".mp-item b").inner_text() == "skip" and "×2,000, steps 18,001–20,000" in root(nb).locator(".mp-item").inner_text()
     root(nb).locator(".mp-older").click()
-    nb.page.wait_for_function("() => /×20,000, steps 1–20,000/.test(document.querySelector('.mp-item').textContent)")
+    nb.until("() => /×20,000, steps 1–20,000/.test(document.querySelector('.mp-item').textContent)")
     nb.kernel("for i in range(n, n + 3000): _ = write(i)")
-    nb.page.wait_for_function("() => /×23,000/.test(document.querySelector('.mp-item').textContent)")
+    nb.until("() => /×23,000/.test(document.querySelector('.mp-item').textContent)")
     facts = root(nb).locator(".mp-facts").inner_text().split("\n")
     assert [facts[facts.index(k) + 1] for k in ("loss", "GPU memory", "device · precision", "loss scale", "skipped", "in a row")] == ["NaN", "63.3 GB", "cuda:0 · fp16", "0.25", "5,000", "40"]
     for group in ("gradients", "weights"): root(nb).locator(".mp-group > .mp-fold", has_text=group).click()
@@ -313,7 +331,7 @@ def test_a_storm_and_a_run_of_an_earlier_version(notebook):
     nb.kernel("panel.close(); panel = Panel('runs/old')")
     nb.page.evaluate("() => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = 1 }")
     nb.command("notebook:run-cell")
-    nb.page.wait_for_function("() => /earlier version/.test(document.querySelector('.mp-note')?.textContent)")
+    nb.until("() => /earlier version/.test(document.querySelector('.mp-note')?.textContent)")
     assert root(nb).locator(".mp-section[aria-label=Knobs] .mp-row").all_inner_texts() == ["lr\n1e-3"] and root(nb).locator("[role=switch]").count() == 0
     shot(nb, "old.png")
     assert not nb.errors
@@ -351,11 +369,11 @@ def test_a_process_that_outlives_the_kernel(notebook):
         assert nb.kernel("print([c.applied_step is not None for c in Run('runs/child').changes()])") == "[True, True]"
         button(nb, "Stop").click()
         until_state(nb, "stopped")
-        nb.page.wait_for_function("() => document.querySelector('.mp-buttons button').getAttribute('aria-disabled') === 'false'")
+        nb.until("() => document.querySelector('.mp-buttons button').getAttribute('aria-disabled') === 'false'")
         button(nb, "Start").click()
-        nb.page.wait_for_function("() => /is not one of medlab's/.test(document.querySelector('.mp-trouble').textContent)")
+        nb.until("() => /is not one of medlab's/.test(document.querySelector('.mp-trouble').textContent)")
         root(nb).locator(".mp-close").click()
-        nb.page.wait_for_function("() => !document.querySelector('.mp-trouble').textContent")
+        nb.until("() => !document.querySelector('.mp-trouble').textContent")
     finally:
         try: os.kill(pid, 9)
         except ProcessLookupError: pass
