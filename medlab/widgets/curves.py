@@ -10,7 +10,6 @@ import base64
 import math
 import sqlite3
 import threading
-import weakref
 from importlib import resources
 
 import anywidget
@@ -20,6 +19,7 @@ from ..core import UserError
 from ..pictures import plain
 from .codes import mend_kernel
 from .groups import LABELS, View, as_groups, draw_figure, sources_of
+from .ticker import Ticker
 
 # %% ../../nbs/51_curves.ipynb #6d7ebca1
 HZ = 4.0  # looks at the run directory per second, at most
@@ -49,7 +49,7 @@ def read_steps(
 class Curves(anywidget.AnyWidget):
     "Curves of one or several runs, live in JupyterLab. `close()` ends its thread."
     _esm = (resources.files("medlab") / "widgets/static/curves.js").read_text(encoding="utf-8")
-    _stop = None  # until the constructor has accepted its arguments
+    _clock = None  # until the constructor has accepted its arguments
 
     def __init__(self,
         runs,  # a Run, the path of a run directory, a Trainer, or a list of these, which are overlaid
@@ -64,26 +64,25 @@ class Curves(anywidget.AnyWidget):
         super().__init__()
         mend_kernel()
         self._view, self._hello, self._note, self._said, self._busy = View(), False, "", {}, threading.RLock()
-        self._wake, self._stop = threading.Event(), threading.Event()
-        self.thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._wake, self._stop, 1 / hz), name="medlab-curves", daemon=True)
+        self._clock = Ticker(self, 1 / hz, "medlab-curves")
         self.on_msg(self._heard)
-        self.thread.start()
+        self._clock.start()
 
     def _heard(self, _, message, buffers):
         try:
             asked, hello = read_view(message), message.get("hello") is True
             self._note = ""
-        except UserError as e: self._note = str(e); self._wake.set(); return
+        except UserError as e: self._note = str(e); self._clock.wake(); return
         kept = self._view if hello else asked  # who joins sees what is on view
         self._view, self._hello = View(kept.start, kept.stop, asked.width, asked.request), self._hello or hello
-        self._wake.set()
+        self._clock.wake()
 
     def zoom(self,
         start=None, stop=None,  # first and last step; None: all
     ):
         "Show these steps; raises `UserError` where they are none."
         self._view = View(*((None, None) if start is None and stop is None else read_steps((start, stop))), self._view.width)
-        self._wake.set()
+        self._clock.wake()
 
     def tick(self,
         force:bool=False,  # send what is on view even if nothing is new
@@ -99,6 +98,11 @@ class Curves(anywidget.AnyWidget):
             for i, (s, new) in enumerate(zip(self._sources, news)):
                 if new or force or hello or s.sent != view: self._draw(i, s, view)
             self._say("status", runs=[dict(state=s.state, fault=s.fault) for s in self._sources], note=self._note)
+
+    def stumbled(self, e):
+        "Say that a look failed."
+        self._note = f"the curves could not be drawn: {type(e).__name__}: {e}"
+        self._say("status", runs=[], note=self._note)
 
     def _say(self, kind, **message):
         "Send a message unless it is the one that was sent before."
@@ -119,10 +123,7 @@ class Curves(anywidget.AnyWidget):
 
     def close(self):
         "Take the widget away, and end its thread."
-        if self._stop and not self._stop.is_set():
-            self._stop.set()
-            self._wake.set()
-            if threading.current_thread() is not self.thread: self.thread.join(5)
+        if self._clock and self._clock.close():
             for s in self._sources: s.history.close()
         super().close()
 
@@ -136,21 +137,7 @@ class Curves(anywidget.AnyWidget):
         "The live widget, and a picture for readers of the notebook that cannot show it."
         data, meta = super()._repr_mimebundle_(**kwargs)
         self._hello = True  # who displays it sees it, though the kernel may be busy with a cell and hear no page
-        self._wake.set()
+        self._clock.wake()
         fig = self.figure()
         fig.set_dpi(72)  # about 60 kB
         return {**data, "image/png": base64.b64encode(fig._repr_png_()).decode()}, meta
-
-
-def _watch(ref, wake, stop, period):
-    "Tick until the widget is closed or gone; a request is answered at once, but 20 times a second at most."
-    while not stop.is_set():
-        asked = wake.wait(period)
-        wake.clear()
-        if stop.is_set() or (widget := ref()) is None: return
-        try: widget.tick(asked)
-        except Exception as e:  # whatever it is, it is said, and the thread goes on
-            widget._note = f"the curves could not be drawn: {type(e).__name__}: {e}"
-            widget._say("status", runs=[], note=widget._note)
-        del widget
-        stop.wait(0.05)

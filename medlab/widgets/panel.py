@@ -14,7 +14,6 @@ import sqlite3
 import threading
 import time
 import traceback
-import weakref
 from importlib import resources
 
 import anywidget
@@ -26,6 +25,7 @@ from .groups import run_paths
 from .lines import plain_json, told
 from .remote import Remote, fates
 from .steering import Steering, Wait, troubles
+from .ticker import Ticker
 
 # %% ../../nbs/52_panel.ipynb #2c7ce3ac
 def _value(v): return v is None or isinstance(v, (bool, int)) or (isinstance(v, float) and math.isfinite(v)) or (isinstance(v, str) and len(v) <= 200)
@@ -164,7 +164,7 @@ HZ, BEAT = 4.0, 5.0  # looks at the run directory per second, at most; seconds b
 class Panel(anywidget.AnyWidget):
     "State, buttons, fixes, knobs and log of a run, live in JupyterLab. `close()` ends its thread."
     _esm = (resources.files("medlab") / "widgets/static/panel.js").read_text(encoding="utf-8")
-    _stop = None  # until the constructor has accepted its arguments
+    _clock = None  # until the constructor has accepted its arguments
 
     def __init__(self,
         run,  # a Trainer, a Run, or the path of a run directory
@@ -176,23 +176,24 @@ class Panel(anywidget.AnyWidget):
         self._steering = Steering(self._remote, run if hasattr(run, "mailbox") else None)
         super().__init__()
         mend_kernel()
-        self._wake, self._stop = threading.Event(), threading.Event()
-        self._desk, self._speech = Desk(self._remote, self._steering, self._wake.set), Speech(self.send)
+        self._clock = Ticker(self, 1 / hz, "medlab-panel")
+        self._desk, self._speech = Desk(self._remote, self._steering, self._clock.wake), Speech(self.send)
         self._busy, self._inbox, self._beat = threading.RLock(), queue.SimpleQueue(), 0.0
         self._remote.look()
         self._steering.look()
-        self.thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._wake, self._stop, 1 / hz), name="medlab-panel", daemon=True)
         self.on_msg(self._heard)
-        self.thread.start()
+        self._clock.start()
 
     def _heard(self, _, message, buffers):
         try: wish = read_wish(message)
-        except UserError as e: self._desk.answer(dict(request=""), False, str(e)); self._wake.set(); return
+        except UserError as e: self._desk.answer(dict(request=""), False, str(e)); self._clock.wake(); return
         at_once = self._steering.own and (wish["t"] in ("set", "fix") or wish.get("name") in ("pause", "resume", "stop"))
         self._desk.grant(wish) if at_once else self._inbox.put(wish)
-        self._wake.set()
+        self._clock.wake()
 
-    def tick(self):
+    def tick(self,
+        asked:bool=False,  # the page wants something
+    ):
         "Do what was asked for, look at the run, and send what is new; called by the widget's thread."
         with self._busy:
             hello = older = False
@@ -207,6 +208,11 @@ class Panel(anywidget.AnyWidget):
             self._steering.look()
             if older and not self._held_below(): self._read_older()
             self._tell(older)
+
+    def stumbled(self, e):
+        "Say that a look failed."
+        self._desk.faults["panel"] = ("The panel stumbled", f"{type(e).__name__}: {e} ({traceback.extract_tb(e.__traceback__)[-1].name}). What it shows may be old; it goes on.")
+        self._speech.say("trouble", items=self._desk.items())
 
     def _held_below(self): rows = self._remote.lines.rows; return bool(rows and self._speech.low is not None and rows[0].place < self._speech.low)
 
@@ -235,37 +241,19 @@ class Panel(anywidget.AnyWidget):
 
     def close(self):
         "Take the widget away, and end its thread."
-        if self._stop and not self._stop.is_set():
-            self._stop.set()
-            self._wake.set()
-            if threading.current_thread() is not self.thread: self.thread.join(5)
-            self._remote.close()
+        if self._clock and self._clock.close(): self._remote.close()
         super().close()
 
     def table(self) -> str:  # HTML, escaped
         "State, knobs that are not at their default, and the last events, for readers who cannot see the widget."
         with self._busy:
-            if self.thread.is_alive(): self._remote.look(); self._steering.look()
+            if not self._clock.closed: self._remote.look(); self._steering.look()
             return as_table(self._remote, self._steering)
 
     def _repr_mimebundle_(self, **kwargs):
         "The live widget, and a table for readers of the notebook that cannot show it."
         data, meta = super()._repr_mimebundle_(**kwargs)
         return {**data, "text/html": self.table()}, meta
-
-
-def _watch(ref, wake, stop, period):
-    "Tick until the widget is closed or gone; a request is answered at once, but 20 times a second at most."
-    while not stop.is_set():
-        wake.wait(period)
-        wake.clear()
-        if stop.is_set() or (widget := ref()) is None: return
-        try: widget.tick()
-        except Exception as e:  # whatever it is, it is said, and the thread goes on
-            widget._desk.faults["panel"] = ("The panel stumbled", f"{type(e).__name__}: {e} ({traceback.extract_tb(e.__traceback__)[-1].name}). What it shows may be old; it goes on.")
-            widget._speech.say("trouble", items=widget._desk.items())
-        del widget
-        stop.wait(0.05)
 
 # %% ../../nbs/52_panel.ipynb #9eaaff0e
 def as_table(

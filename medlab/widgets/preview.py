@@ -8,7 +8,6 @@ __all__ = ['Live', 'Saved', 'weights_of', 'Preview']
 # %% ../../nbs/54_preview.ipynb #d8265508
 import threading
 import time
-import weakref
 from pathlib import Path
 
 import ipywidgets as W
@@ -19,6 +18,7 @@ from ..pictures import plain
 from ..train.run import Run
 from ..train.state import load_model, recipe_of, torch_device
 from .groups import run_paths
+from .ticker import Ticker
 from .viewer import Viewer
 
 # %% ../../nbs/54_preview.ipynb #9630e1b5
@@ -30,6 +30,8 @@ class Live:
     def version(self): "What changes when the weights do."; return self.trainer.number
 
     def model(self): "(model in evaluation mode, number of its step)"; return self.trainer.snapshot(), self.trainer.number
+
+    def close(self): "The trainer is somebody else's."
 
 
 class Saved:
@@ -47,6 +49,8 @@ class Saved:
 
     def model(self): "(model in evaluation mode, number of its step)"; return load_model(self.run.path, self.device)[1:]
 
+    def close(self): self.run.close()
+
 
 def weights_of(
     run,  # a Trainer, a Run, or the path of a run directory
@@ -59,7 +63,7 @@ def weights_of(
 # %% ../../nbs/54_preview.ipynb #fc38b344
 class Preview(W.VBox):
     "A case of a run as it is predicted now, in a viewer; `close()` ends its thread."
-    _stop = None  # until the constructor has accepted its arguments
+    _clock = None  # until the constructor has accepted its arguments
 
     def __init__(self,
         run,  # a Trainer, a Run, or the path of a run directory
@@ -74,20 +78,18 @@ class Preview(W.VBox):
         self.now = W.Button(description="predict", tooltip="predict this case now", layout=W.Layout(width="80px"))
         self.status = W.Label("", layout=W.Layout(flex="1 1 auto", min_width="0"))
         self.viewer, self._shown, self.weights = None, None, None
-        self._stop, self._wake, self._asked = threading.Event(), threading.Event(), threading.Event()
+        self._clock = Ticker(self, 0.5, "medlab-preview")
         super().__init__([W.HBox([self.case, self.live, self.now, self.status])], layout=W.Layout(min_width="0", min_height=f"{height + 100}px"))
-        self.case.observe(lambda _: self._ask(), "value")
-        self.live.observe(lambda _: self._wake.set(), "value")
-        self.now.on_click(lambda _: self._ask())
-        self.thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._wake, self._stop), name="medlab-preview", daemon=True)
-        self.thread.start()
+        self.case.observe(lambda _: self._clock.wake(), "value")
+        self.now.on_click(lambda _: self._clock.wake())
+        self._clock.start()
 
-    def _ask(self): self._asked.set(); self._wake.set()
-
-    def tick(self) -> float:  # seconds it took; 0: there was nothing new
+    def tick(self,
+        asked:bool=False,  # predict even if the weights are those that were shown
+    ) -> float:  # seconds to rest, so that predictions take their share of the time; 0: there was nothing new
         "Predict if there is anything new; called by the widget's thread. Whatever fails is said in the status line."
-        asked, began = self._asked.is_set(), time.perf_counter()
-        self._asked.clear()
+        began = time.perf_counter()
+        if threading.current_thread() is self._clock.thread: torch.set_num_threads(1)
         try:
             if self.weights is None: self._find()
             if self.case.value is None or not (asked or self.live.value): return 0.0
@@ -95,12 +97,11 @@ class Preview(W.VBox):
             if not asked and version == self._shown: return 0.0
             self._shown = version  # a case that fails is not tried again before something changes
             step = self._predict()
-            took = time.perf_counter() - began
-            self.status.value = f"step {step:,}, predicted in {took:.2g} s"
-            return took
-        except Exception as e:
-            self.status.value = plain(str(e) if isinstance(e, UserError) else f"no prediction: {type(e).__name__}: {e}", 300)
-            return time.perf_counter() - began
+            self.status.value = f"step {step:,}, predicted in {time.perf_counter() - began:.2g} s"
+        except Exception as e: self.stumbled(e)
+        return max(0.5, (time.perf_counter() - began) * (1 / self.share - 1))
+
+    def stumbled(self, e): "Say why there is no prediction."; self.status.value = plain(str(e) if isinstance(e, UserError) else f"no prediction: {type(e).__name__}: {e}", 300)
 
     def _find(self):
         "Look for the weights, and for the cases there are."
@@ -137,20 +138,7 @@ class Preview(W.VBox):
         if old: old.close()
 
     def close(self):
-        "Take the widget away, and end its thread after the prediction that it is making."
-        if self._stop: self._stop.set(); self._wake.set()
+        "Take the widget and its viewer away, and end its thread, after the prediction that it is making."
+        if self._clock and self._clock.close():
+            for part in filter(None, (self.viewer, self.weights)): part.close()
         super().close()
-
-
-def _watch(ref, wake, stop):
-    "Predict, and rest as long as the share of time asks for."
-    torch.set_num_threads(1)
-    rest = 0.0
-    while not stop.is_set():
-        if (widget := ref()) is None: return
-        took = widget.tick()
-        rest = max(0.5, took * (1 / widget.share - 1))
-        asked = widget._asked
-        del widget
-        end = time.monotonic() + rest
-        while not (stop.is_set() or asked.is_set()) and (left := end - time.monotonic()) > 0: wake.wait(min(left, 1.0)); wake.clear()
