@@ -7,7 +7,6 @@ __all__ = ['COMMANDS', 'free_name', 'sinks_of', 'train', 'stored_recipe', 'resum
            'lab', 'demo', 'usage', 'say_warning', 'main']
 
 # %% ../nbs/70_cli.ipynb #d313b561
-import subprocess
 import sys
 import traceback
 import typing
@@ -180,7 +179,9 @@ def lab(argv) -> int:
     folder = Path(argv[0] if argv and not argv[0].startswith("-") else "medlab-lab")
     copied = copy_tutorials(folder)
     print(f"{len(copied)} files copied to {folder}; notebooks that were there are untouched" if copied else f"the tutorials are in {folder}")
-    return subprocess.call([sys.executable, "-m", "jupyterlab", str(folder), "--LabApp.default_url=/lab/tree/live_lab.ipynb", *(a for a in argv if a.startswith("-"))])
+    from jupyterlab.labapp import LabApp
+    LabApp.launch_instance([str(folder), "--LabApp.default_url=/lab/tree/live_lab.ipynb", *(a for a in argv if a.startswith("-"))])  # in this process, which signals reach
+    return 0
 
 
 def demo(argv) -> int:

@@ -4,9 +4,11 @@ import io
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import nibabel as nib
@@ -275,3 +277,25 @@ def test_wandb_and_tensorboard(tmp_path):
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
     assert b"grad_norm" in file.read_bytes() and b"grad_norm" in b"".join(f.read_bytes() for f in (tmp_path / "board").glob("events*"))
     assert not Run(tmp_path / "run").events("sink")
+
+
+def test_the_lab_opens_at_its_tutorial_and_ends_with_its_command(tmp_path):
+    pytest.importorskip("jupyterlab", reason="JupyterLab is not installed; it comes with: pip install 'medlab[lab]'")
+    with socket.socket() as s: s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
+    env = {f"JUPYTER_{k.upper()}_DIR": str(tmp_path / k) for k in ("config", "runtime", "data")}
+    root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    process = began("lab", tmp_path / "notes", "--no-browser", f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=t", *root, **env)
+    try:
+        address = f"http://127.0.0.1:{port}/api/contents/live_lab.ipynb?content=0&token=t"
+        until(lambda: process.poll() is not None or answers(address))
+        assert process.poll() is None, process.communicate()
+        process.terminate()
+        out, err = process.communicate(timeout=60)  # the pipes are closed once nobody is left who holds them
+        assert "files copied to" in out and "lab/tree/live_lab.ipynb" in err and "Traceback" not in err
+    finally: process.kill()
+
+
+def answers(address):
+    "Whether a web server answers there."
+    with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5) as answer: return answer.status == 200
+    return False

@@ -327,11 +327,13 @@ function render({ model, el }) {
   function axes({ g, p, x, y, X, Y, box }) {
     g.font = `10.5px ${colours.font}`; g.lineWidth = 1; g.textBaseline = "middle"; g.textAlign = "right";
     const values = y.empty ? [] : y.log ? decades(Math.exp(y.lo), Math.exp(y.hi)) : nice(y.lo, y.hi, 4);
-    for (const v of values) {
-      const at = Math.round(Y(v)) + 0.5;
+    const texts = values.map(short), tight = new Set(texts).size < texts.length || texts.some(t => g.measureText(t).width > box.l - 6);  // a narrow range far from zero
+    values.forEach((v, i) => {
+      const at = Math.round(Y(v)) + 0.5, base = tight && !i;
       g.strokeStyle = colours.line; g.globalAlpha = 0.6; g.beginPath(); g.moveTo(box.l, at); g.lineTo(box.r, at); g.stroke(); g.globalAlpha = 1;
-      g.fillStyle = colours.muted; g.fillText(short(v), box.l - 6, at);
-    }
+      g.fillStyle = colours.muted; g.textAlign = base ? "left" : "right";
+      g.fillText(base ? String(Number(v.toPrecision(10))) : tight ? "+" + short(v - values[0]) : texts[i], base ? 1 : box.l - 6, base ? at - 7 : at);  // the lowest in full, the others from there
+    });
     g.textBaseline = "top"; g.fillStyle = colours.muted;
     for (const v of nice(x[0], x[1], 5)) {
       if (v !== Math.round(v)) continue;

@@ -1,6 +1,7 @@
 """The live lab as its tutorial shows it, in a real JupyterLab: a thread, a process that outlives its kernel, faults, and another browser."""
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -114,3 +115,19 @@ def test_a_process_outlives_its_kernel(notebook):
     nb.page.locator(".mp-buttons button", has_text="Stop").click()
     state(nb, "stopped")
     assert not nb.errors
+
+
+@pytest.mark.skipif(find_spec("notebook") is None, reason="Notebook 7 is not installed; it comes with: pip install 'notebook>=7.6'")
+def test_notebook_7(notebook):
+    nb = notebook(SLICES, "trainer = Trainer(recipes.Restoration(**slices), 'runs/seven', device='cpu', threads=1)\ntrainer.start()\nlab = Lab(trainer)\nlab", size=(1240, 1500), ui="notebooks")
+    state(nb, "running")
+    nb.page.locator("[data-fix=norm_eps] .mp-switch").click()
+    fate(nb, "norm_eps", "applied")
+    nb.wait("trainer.knobs.norm_eps == 1e-4 and lab.preview.viewer is not None")
+    for part in ("viewer", "curves"): nb.page.locator(f".medlab-{part} canvas").first.wait_for(timeout=90_000)
+    shot(nb, "seven.png")
+    nb.page.locator(".mp-buttons button", has_text="Stop").click()
+    state(nb, "stopped")
+    nb.kernel("lab.close(); trainer.close()")
+    errors = [e for e in nb.errors if not any(k in e for k in ("'filebrowser:open-path' not registered", "(reading 'schema')"))]  # Notebook 7.6's own
+    assert not errors, errors
