@@ -105,11 +105,11 @@ def test_curves_move_while_a_thread_trains(notebook):
     shot(nb, "live.png")
     nb.kernel("import shutil; trainer.stop(); trainer.wait(20); shutil.move('runs/live', 'runs/gone')")
     nb.until("() => document.querySelector('.mc-note').textContent.includes('is gone')")
-    assert nb.kernel("print(curves.thread.is_alive())") == "True"
+    assert nb.kernel("print(curves._clock.thread.is_alive())") == "True"
     nb.kernel("shutil.move('runs/gone', 'runs/live')")
     nb.until("() => !document.querySelector('.mc-note').textContent.includes('is gone')")
     nb.kernel("curves.close()")
-    assert nb.kernel("print(curves.thread.is_alive())") == "False" and not nb.errors
+    assert nb.kernel("print(curves._clock.thread.is_alive())") == "False" and not nb.errors
 
 
 @pytest.fixture(scope="module")

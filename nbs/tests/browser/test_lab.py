@@ -97,7 +97,7 @@ def test_a_process_outlives_its_kernel(notebook):
     nb.save()
     again = nb.again((1240, 1500))
     state(again, "running")
-    again.until("() => document.querySelector('.mp-row[data-knob=norm_eps] input[type=text]').value === '2e-4'")  # another browser sees the same
+    again.until("() => document.querySelector('.mp-row[data-knob=norm_eps] input[type=text]')?.value === '2e-4'")  # another browser sees the same
     again.page.locator(".mp-buttons button", has_text="Pause").click()
     state(nb, "paused")
     nb.page.locator(".mp-buttons button", has_text="Resume").click()

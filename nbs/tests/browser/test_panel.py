@@ -61,7 +61,7 @@ def until_fix(nb, name, state): nb.until("([n, s]) => document.querySelector(`[d
 def until_text(nb, selector, *parts): nb.until("([q, parts]) => { const t = document.querySelector(q)?.innerText || ''; return parts.every(p => t.includes(p)) }", [f".medlab-panel {selector}", list(parts)], 30)
 
 
-def until_value(nb, name, value): nb.until("([n, v]) => document.querySelector(`.mp-row[data-knob=${n}] input[type=text]`).value === v", [name, value], 30)
+def until_value(nb, name, value): nb.until("([n, v]) => document.querySelector(`.mp-row[data-knob=${n}] input[type=text]`)?.value === v", [name, value], 30)
 
 
 def shot(nb, name):
@@ -285,7 +285,7 @@ def test_keyboard_alone(notebook):
     assert root(nb).evaluate("e => e.scrollWidth <= e.clientWidth") and root(nb).locator(".mp-row:visible, .mp-buttons, .mp-bartop").evaluate_all("es => es.every(e => e.scrollWidth <= e.clientWidth + 1)")
     shot(nb, "narrow.png")
     nb.kernel("trainer.stop(); panel.close()")
-    assert nb.kernel("print(panel.thread.is_alive())") == "False" and not nb.errors
+    assert nb.kernel("print(panel._clock.thread.is_alive())") == "False" and not nb.errors
 
 
 STORM = """
