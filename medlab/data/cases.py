@@ -34,9 +34,7 @@ class Case:
     fault:str = ""  # why the case cannot be used whatever its files hold; "": nothing known
 
     @property
-    def modalities(self) -> tuple:
-        "The modalities that are there."
-        return tuple(self.files)
+    def modalities(self) -> tuple: "The modalities that are there."; return tuple(self.files)
 
     def read(self, modality) -> Volume:
         "The modality's volume, named by the modality; raises `UserError` where the file is unsound."

@@ -49,7 +49,7 @@ class Saved:
 
     def model(self): "(model in evaluation mode, number of its step)"; return load_model(self.run.path, self.device)[1:]
 
-    def close(self): self.run.close()
+    def close(self): "Close the connection to the run."; self.run.close()
 
 
 def weights_of(

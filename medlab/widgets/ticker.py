@@ -24,7 +24,7 @@ class Ticker:
         self.period, self._woken, self._ended = period, threading.Event(), threading.Event()
         self.thread = threading.Thread(target=_run, args=(weakref.ref(widget), self), name=name, daemon=True)
 
-    def start(self): self.thread.start()
+    def start(self): "Begin to tick."; self.thread.start()
 
     def wake(self): "Tick now; `asked` will be true."; self._woken.set()
 
