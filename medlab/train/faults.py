@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OUT_OF_MEMORY', 'batch', 'output', 'gradient', 'loss_scale', 'no_gradient', 'learning_rate', 'out_of_memory', 'leak',
-           'plant', 'Planted', 'Plan', 'NeverFired', 'reader', 'sample', 'kill_worker', 'disk_full', 'kill', 'clock',
-           'damage']
+           'plant', 'Planted', 'Plan', 'NeverFired', 'reader', 'sample', 'kill_worker', 'hang_worker', 'disk_full',
+           'kill', 'clock', 'damage']
 
 # %% ../../nbs/49_faults.ipynb #04f7549f
 import functools
@@ -14,7 +14,7 @@ import math
 import torch
 
 from ..core import UnknownName
-from .outages import clock, damage, disk_full, kill, kill_worker, reader, sample
+from .outages import clock, damage, disk_full, hang_worker, kill, kill_worker, reader, sample
 from .planted import NeverFired, Plan, Planted, named, plant, replaced, spoil
 
 # %% ../../nbs/49_faults.ipynb #047706df
@@ -151,4 +151,4 @@ def leak(
 
 # %% ../../nbs/49_faults.ipynb #4b88d42b
 _all_ = ["plant", "Planted", "Plan", "NeverFired", "batch", "output", "gradient", "loss_scale", "no_gradient", "learning_rate", "out_of_memory", "leak",
-    "reader", "sample", "kill_worker", "disk_full", "kill", "clock", "damage", "OUT_OF_MEMORY"]
+    "reader", "sample", "kill_worker", "hang_worker", "disk_full", "kill", "clock", "damage", "OUT_OF_MEMORY"]

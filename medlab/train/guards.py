@@ -9,9 +9,10 @@ __all__ = ['BUDGETS', 'NEXT', 'Cases', 'Ladder']
 import math
 from collections import Counter
 
-from .diagnosis import diagnose
+from .diagnosis import diagnose, trace
+from .gradients import describe_groups
 from .oom import attempt, length
-from .recovery import RunFailed
+from .recovery import RunFailed, kept_steps
 from .step import select
 
 # %% ../../nbs/44_guards.ipynb #3db3484f
@@ -51,6 +52,7 @@ class Ladder:
     def __init__(self, trainer):
         self.trainer, self.cases = trainer, Cases()
         self.used, self.moved, self.back, self.calm = Counter(), {}, None, None  # rungs climbed; knobs it changed; step it went back to last; optimizer step at the last rung
+        self.zeros = 0  # steps in a row with a gradient of exactly zero
         self.first, self.base, self.since, self.found, self.tried = None, 0, 0, None, []  # first skip in the row; skips at the last look, at the last rung; diagnosis; what was done
 
     def state(self) -> dict: "What a checkpoint holds of it."; return dict(faults=self.cases.faults, out=self.cases.out, used=dict(self.used), moved=self.moved, calm=self.calm)
@@ -85,6 +87,23 @@ class Ladder:
             self.base = skips
             if self._climb(): return
         if skips - self.since >= k.max_skips: raise RunFailed(self._diagnosis(skips))
+
+    def look(self, step, i, batch):
+        "What a second look at a micro-batch with a non-finite loss shows, while its step is being made; None where it cannot be had."
+        found, shortage = attempt(lambda: trace(step, i, batch), "diagnosis", self.trainer.memory)
+        if shortage: shortage.release(self.trainer.memory)
+        return found
+
+    def still(self,
+        number:int,  # of the step
+        norm,  # of its gradient, before clipping; None: there was no batch
+        skipped:float,
+    ):
+        "Raise the alarm where the gradient is exactly zero in many steps in a row. It may be meant, so training goes on."
+        self.zeros = self.zeros + 1 if norm == 0 and not skipped else 0
+        if self.zeros and self.zeros == self.trainer.knobs.now.zero_alarm:
+            t = self.trainer
+            t.event("no_gradient", f"step {number}: the gradient was exactly zero in {self.zeros} steps in a row, so nothing but weight decay moves the weights; {describe_groups(t.optimizer)}: check losses() for a weight of zero, a mask that is empty, or values that saturate", "error")
 
     def _over(self): self.first, self.base, self.since = None, 0, 0
 
@@ -129,7 +148,7 @@ class Ladder:
 
     def _roll_back(self):
         t = self.trainer
-        steps = [c["step"] for c in t.run.checkpoints() if c["step"] < self.first]
+        steps = [s for s in kept_steps(t) if s < self.first]
         steps = [s for s in steps if self.back is None or s < self.back] or steps  # a second time further back, if it can be
         if not steps: return None
         left, cursor, self.back = t.number, t.feed.cursor, max(steps)

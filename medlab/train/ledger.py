@@ -9,6 +9,8 @@ __all__ = ['TELEMETRY', 'untouched', 'Ledger']
 import time
 
 from .average import Average, weight_at
+from .gradients import no_gradient
+from .ranks import FINE, PeerFault
 
 # %% ../../nbs/42_ledger.ipynb #ea20cb76
 def untouched(
@@ -29,7 +31,7 @@ class Ledger:
     "The half of a step that counts, records and takes back."
 
     def _begin(self, number, dropped):
-        self.number, self.dropped, self.parts, self.where = number, dropped, None, "forward"
+        self.number, self.dropped, self.parts, self.where, self.cut = number, dropped, None, "forward", False
         self.forward_time = self.backward_time = self.update_time = 0.0  # s, as the host sees it
         self.buffers.save()
 
@@ -54,6 +56,16 @@ class Ledger:
         self.where = "after"
         self._skipped("no good sample was left in the batch")
 
+    def _without(self, samples):
+        "Nothing reached the parameters, so nothing is to be taken: a skip, and at the first in a row an error."
+        self.flush()
+        self.lr, self.parts, text = float(self.lr), {k: float(v) for k, v in self.parts.items()}, no_gradient(self.optimizer)
+        self.buffers.restore()
+        self.where = "after"
+        self._row(self.parts["loss"] / samples, 0.0, None, None, True, samples)
+        if not self.skips: self.report("no_gradient", f"step {self.number}: {text}", error=True)
+        self._skipped(text)
+
     def _skipped(self, why, **data):
         self.skips += 1
         self.report("skip", f"step {self.number} was skipped ({self.skips} in a row): {why}", consecutive=self.skips, **data)
@@ -66,6 +78,16 @@ class Ledger:
         if not samples: return [None] * (len(self.names) - 1 - len(TELEMETRY))
         self.names = ("loss", *(k for k in self.parts if k != "loss"), *TELEMETRY)
         return [v / samples for k, v in self.parts.items() if k != "loss"]
+
+    def _together(self, samples, expected):
+        "What all ranks have of this step: the number of samples, their mean loss, and their gradients. Raises `PeerFault` where one of them cannot finish it."
+        cut = self.cut or bool(samples) and all(p.grad is None for p in self.params)
+        met = self.ranks.meet(FINE, samples, self.parts["loss"] if samples else 0.0, cut)
+        if met.code: raise PeerFault(met.code, met.rank)
+        if met.samples: self.ranks.add_gradients(self.params, expected / met.samples)
+        self.parts = {"loss": met.loss, **({k: v * met.samples / samples for k, v in self.parts.items() if k != "loss"} if samples else {})}
+        self.cut = met.cut
+        return met.samples
 
     def undo(self) -> bool:
         "After a step that raised: take it back. False where the optimizer had moved something, or may have: then only a checkpoint helps."

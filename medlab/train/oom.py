@@ -99,9 +99,14 @@ def split(
     micros,  # prepared micro-batches: name → tensor (b, …) or list of length b
     size,  # largest number of samples in one; None: as they are
 ) -> list:
-    "The same samples, in the same order, in micro-batches of at most `size`."
+    "The same samples, in the same order, in as few micro-batches of at most `size` as there can be, and those as even as they can be: no single sample is left over."
     if size is None: return micros
-    return [part for m in micros for part in ([m] if length(m) <= size else [cut(m, i, i + size) for i in range(0, length(m), size)])]
+    return [part for m in micros for part in ([m] if length(m) <= size else _even(m, -(-length(m) // size)))]
+
+
+def _even(batch, parts):
+    edges = [-(-length(batch) * i // parts) for i in range(parts + 1)]
+    return [cut(batch, a, b) for a, b in zip(edges, edges[1:])]
 
 
 def cut(batch, start, stop): "Samples `start` to `stop` of a micro-batch."; return {k: v[start:stop] for k, v in batch.items()}
@@ -117,6 +122,7 @@ def length(
 
 def smaller(
     largest:int,  # samples of the largest micro-batch that was tried, ≥ 1
-) -> int:  # the next size to try, or None where one sample is the least
-    "Half of it, rounded up, so that few parts are small."
-    return None if largest <= 1 else -(-largest // 2)
+    least:int=1,  # samples that the network needs
+) -> int:  # the next size to try, or None where there is none
+    "Half of it, rounded up, so that few parts are small; not less than the network needs."
+    return None if largest <= least else max(least, -(-largest // 2))

@@ -52,6 +52,7 @@ class Recorder:
     def _record(self, names, row):
         self._put(names, (self.step.number, *row))
         self.row = names, row
+        self.guards.still(self.step.number, row[-6], row[-3])  # of `TELEMETRY`: grad_norm, skipped
         if self.knobs.now.precision == "fp16" and self.knobs.now.scaler_watch: self.watch.see(self.step.number, *map(self.last.get, ("loss", "scale", "skipped")))
 
     def _put(self, names, row):
@@ -63,7 +64,7 @@ class Recorder:
 
     def _report(self, kind, text, **data):
         if self.said is None:
-            self.event(kind, text, "warning", **data)
-            if kind == "drop":
+            self.event(kind, text, "error" if data.pop("error", False) else "warning", **data)
+            if kind == "drop" and data.get("where") != "none":  # what was gone at the second look is not the case's fault
                 for case in data["cases"]: self.guards.blame(str(case), "the forward pass gave a non-finite loss")
         else: self.said.append((kind, text, data))  # an attempt that may yet be taken back

@@ -119,6 +119,7 @@ class Run:
         self._db, self._lock = sqlite3.connect(self.path / "run.db", timeout=30, isolation_level=None, check_same_thread=False), threading.Lock()
         _check(self._db, self.path)
         self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute("PRAGMA wal_autocheckpoint=0")  # moving pages from the log into the database is the trainer's work, not a panel's
 
     @property
     def name(self): "The directory's name."; return self.path.name
@@ -239,4 +240,4 @@ def write_columns(
     "Record whole columns at once, as an import of another tool's log does."
     frame = store.frame(*columns)
     for row in zip(step.tolist(), *(c.tolist() for c in columns.values())): frame.append(row)
-    store.flush()
+    if not store.flush(): raise UserError(f"{store.path} could not be written ({store.fault}); what was given waits in memory, and is written once that is possible, as long as the store is open")

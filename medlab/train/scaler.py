@@ -9,11 +9,19 @@ __all__ = ['REMEDIES', 'ADVICE', 'ScalerWatch']
 import math
 from collections import deque
 
+from .gradients import LOWEST
 from .knobs import Knobs
 
 # %% ../../nbs/44_scaler.ipynb #8fbdd883
-REMEDIES = dict(forward=("fp32_fft", "ortho_fft", "norm_fp32", "bf16", "fp32"), backward=("bf16", "fp32", "lower_lr"))  # names of fixes, the likeliest first
-ADVICE = dict(forward=("the forward pass overflows, which no loss scale can mend", "fixes"), backward=("the backward pass overflows, which a lower loss scale mends by itself", "fixes if it goes on"))
+REMEDIES = dict(forward=("fp32_fft", "ortho_fft", "norm_fp32", "bf16", "fp32"), backward=("bf16", "fp32", "lower_lr"), scale=("scaler_watch",), graph=())  # names of fixes, the likeliest first
+ADVICE = dict(forward=("the forward pass overflows, which no loss scale can mend", "fixes"), backward=("the backward pass overflows, which a lower loss scale mends by itself", "fixes if it goes on"),
+    scale=("the loss scale is so low that its inverse is infinite, which a higher one mends", "fixes"), graph=("the loss does not depend on the model", ""))
+
+
+def _pass(loss, scale):
+    "What skipped a step, from its row."
+    if loss is None or not math.isfinite(loss): return "forward"
+    return "graph" if scale is None else "scale" if scale <= LOWEST else "backward"
 
 
 class ScalerWatch:
@@ -37,14 +45,14 @@ class ScalerWatch:
     ):
         "Look at a step."
         while self.skips and self.skips[0] <= number - self.window: self.skips.popleft()
-        if skipped: self._skip(number, loss)
+        if skipped: self._skip(number, loss, scale)
         else: self.row = 0
         if scale is not None: self._scale(number, scale)
         self._rate(number)
 
-    def _skip(self, number, loss):
+    def _skip(self, number, loss, scale):
         self.skips.append(number)
-        self.row, self.where = self.row + 1, "forward" if loss is None or not math.isfinite(loss) else "backward"
+        self.row, self.where = self.row + 1, _pass(loss, scale)
         if self.row == self.knobs.now.skip_alarm: self._say(number, "error", f"{self.row} steps in a row were skipped: {self._advice()}")
 
     def _scale(self, number, scale):

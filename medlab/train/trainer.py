@@ -108,6 +108,7 @@ class Trainer(Loop):
         self.leaks = [LeakWatch(lambda text, **data: self.event("leak", f"step {self.number}: {text}", "warning", **data), name) for name in ("host", "device")]
         self.rate, self.controls, self.mailbox = Rate(self.knobs), Controls(self), Mailbox(self.store, self.recipe.Knobs)
         self.step = step_for(self.optimizer)(self.model, self.optimizer, self.recipe.losses, self.knobs, self.rate, self._report, self._record, self.recipe.seed, self.device)
+        self.step.look = self.guards.look
         self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
         self.checkpoints = Checkpoints(self.path, self.store)
         if stored: go_on(self, stored)

@@ -1,6 +1,7 @@
 """What the guards do when something goes wrong in a real trainer: memory that runs out, faults that pass, faults that stay."""
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from medlab.core import UserError, generator
+from medlab.train import faults
+from medlab.train.checkpoint import NotSaved
 from medlab.train.loop import RunFailed
 from medlab.train.recipe import Recipe, Table
 from medlab.train.state import state_of
@@ -378,6 +381,110 @@ def test_no_false_alarm(make, precision):
     t = make(precision=precision).fit(300, progress=False)
     assert {e.kind for e in t.run.events()} <= {"checkpoint", "sqlite"} | ({"skip", "scaler"} if precision == "fp16" else set()), "a loss scale seeks its level"
     assert t.step.taken >= 290 and t.knobs.precision == precision
+
+
+# a loss that leads nowhere, a batch that is too small, a scale that is too low
+
+def test_a_run_whose_loss_lets_go_of_the_model(make):
+    "At the first step it is the user's mistake. Later it is a skip that names the groups, and the ladder decides."
+    with faults.plant(t := make("first"), faults.no_gradient(at=1)), pytest.raises(UserError, match="group 0 with 6 tensors"): t.fit(3, progress=False)
+    twin = make("twin").fit(4, progress=False)
+    t = make("passing")
+    with faults.plant(t, faults.no_gradient(at=5)):
+        t.fit(4, progress=False)
+        assert bits(t) == bits(twin)
+        t.fit(4, progress=False)
+    assert (t.number, t.step.taken, t.run.state) == (8, 7, "done") and [e.step for e in t.run.events("skip")] == [4] and len(t.run.events("no_gradient")) == 1
+    e = t.run.events("no_gradient")[0]
+    assert e.level == "error" and "group 0 with 6 tensors" in e.text and t.run.events("diagnosis")[0].data["where"] == "none", "made again it was sound"
+    u = make("for good", climb_after=3, max_skips=4, save_every=2)
+    with faults.plant(u, faults.no_gradient(at=5, times=None)), pytest.raises(RunFailed, match="no parameter received a gradient .group 0 with 6 tensors"): u.fit(100, progress=False)
+    assert kinds(u)[:1] == ["roll_back"] and u.run.state == "failed" and len(u.run.events("no_gradient")) >= 1
+
+
+def test_a_gradient_of_exactly_zero_raises_the_alarm_and_nothing_else(make):
+    t = make(zero_alarm=5)
+    losses = t.step.losses
+    t.step.losses = lambda m, b: {k: v * (0.0 if 3 < t.step.number <= 20 else 1.0) for k, v in losses(m, b).items()}
+    t.fit(30, progress=False)
+    said = t.run.events("no_gradient")
+    assert [e.level for e in said] == ["error"] and "step 8: the gradient was exactly zero in 5 steps in a row" in said[0].text and "group 0 with 6 tensors" in said[0].text
+    assert t.step.taken == 30 and not t.run.events("skip")
+    u = make("off", zero_alarm=None)
+    u.step.losses = lambda m, b: {k: v * 0.0 for k, v in losses(m, b).items()}
+    assert not u.fit(30, progress=False).run.events("no_gradient")
+
+
+def test_a_normalization_with_too_few_samples(make):
+    with pytest.raises(UserError, match="1 sample in a micro-batch is too few .*larger batch_size"): make("never", Toy(batch_size=1)).fit(2, progress=False)
+    t = make("last", drop_looks=0)
+    with faults.plant(t, faults.output("4", at=5, times=7)): t.fit(10, progress=False)  # the first of those that are left, seven times: one is left
+    drops = t.run.events("drop")
+    assert (t.number, t.step.taken, t.run.state) == (10, 9, "done") and len(t.run.events("skip")) == 1 and t.model[1].num_batches_tracked == 9
+    assert "cannot be used alone: Expected more than 1 value per channel" in drops[-1].text and len(drops[-1].data["batch"]) == 1 and not drops[-1].data["cases"], "it is not that case's fault"
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.0])
+def test_a_loss_scale_whose_inverse_is_infinite(make, floor):
+    t = make(precision="fp16", scale_floor=floor, climb_after=4)
+    with faults.plant(t, faults.loss_scale(2.0**-140, at=5)): t.fit(16, progress=False)
+    low = [e for e in t.run.events("skip") if "a higher scale mends" in e.text]
+    assert all(p.isfinite().all() for p in t.model.parameters()) and t.run.state == "done" and [e.step for e in low] == ([4] if floor else [4, 5, 6, 7])
+    assert kinds(t) == ([] if floor else ["reset_scale"]) and t.knobs.precision == "fp16"
+
+
+# what a dropped sample says
+
+def test_the_module_behind_a_dropped_sample_is_named_while_the_budget_lasts(make):
+    t = make(recipe=Toy(batch_norm=False), drop_looks=2)
+    with faults.plant(t, faults.output("2", at=3, times=2)), faults.plant(t, faults.output("2", at=5, times=1)), faults.plant(t, faults.output("2", at=7, times=1)): t.fit(10, progress=False)
+    a, b, c = t.run.events("drop")
+    assert a.data["module"] == "2" and "2 (SiLU, float32): 1 of 64 values are not finite" in a.text, "the second look saw it too"
+    assert b.data["where"] == "none" and "the fault was transient" in b.text and "module" not in c.data, "two looks in a thousand steps"
+    assert sum(t.guards.cases.faults[a.data["cases"][0]].values()) == 1 and b.data["cases"][0] not in t.guards.cases.faults, "what is gone when it is looked for is nobody's fault"
+
+
+# a disk that is full
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(make):
+    twin = make("twin", save_every=4).fit(16, progress=False)
+    t = make("full", save_every=4)
+    with faults.plant(t, faults.disk_full("checkpoint", at=8)): t.fit(16, progress=False)
+    said = t.run.events("not_saved")
+    assert bits(t) == bits(twin) and t.run.state == "done" and [e.step for e in said] == [8] and said[0].level == "error" and said[0].text.startswith("step 8 was not saved: No space left on device")
+    assert [c["step"] for c in t.run.checkpoints()] == [12, 16, 16] or [c["step"] for c in t.run.checkpoints()] == [4, 12, 16]
+
+
+def test_the_end_of_a_run_that_cannot_be_saved_is_an_error_and_can_be_saved_later(make):
+    t = make(save_every=4)
+    with faults.plant(t, faults.disk_full("checkpoint", at=6, times=None)), pytest.raises(NotSaved, match="ended at step 6, which could not be saved; the newest checkpoint is of step 4.*save()"): t.fit(6, progress=False)
+    assert t.run.state == "failed" and "NotSaved" in t.run.events("error")[0].text and t.number == 6
+    with faults.plant(t, faults.disk_full("checkpoint", at=1)), pytest.raises(NotSaved, match="No space left"): t.save()  # nothing trains: the user is told at once
+    t.save()
+    assert t.run.state == "done" and t.checkpoints.newest()[0]["number"] == 6
+    u = make("passing", save_every=0)
+    with faults.plant(u, faults.disk_full("checkpoint", at=6, times=2)): u.fit(6, progress=False)  # the third attempt at the end
+    assert u.run.state == "done" and len(u.run.events("not_saved")) == 2
+
+
+def test_a_state_that_cannot_be_written_hides_no_error(make):
+    t = make()
+    t.store.patience = 0.2
+    with faults.plant(t, faults.disk_full("telemetry", at=4, times=None), faults.reader(KeyboardInterrupt("the user's"), index=t.feed.stream.order(0)[40])) as planted, pytest.warns(RuntimeWarning, match="'failed' of the run could not be written yet"), pytest.raises(KeyboardInterrupt, match="the user's"):
+        t.fit(20, progress=False)
+    assert len(planted.fired) >= 2 and t.store.flush() and t.run.state == "failed", "it is written once there is room"
+
+
+def test_what_this_process_asks_for_is_an_event_as_a_command_is(make):
+    t = make().start()
+    told = lambda: [e.text for e in t.run.events("command")]
+    until = lambda wanted: [time.sleep(0.02) for _ in range(500) if told() != wanted]
+    t.pause(); until(["pause"])
+    t.resume(); until(["pause", "resume"])
+    t.run.command("pause"); until(["pause", "resume", "pause"])
+    t.run.command("resume"); until(["pause", "resume"] * 2)
+    t.stop(); t.wait(20)
+    assert told() == ["pause", "resume", "pause", "resume", "stop"] and t.run.state == "stopped"
 
 
 # memory that is held

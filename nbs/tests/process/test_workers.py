@@ -64,3 +64,23 @@ def test_a_reader_that_raises(tmp_path, workers):
     said = events(tmp_path / "run", "bad_sample")
     assert len(said) == len(raised), said
     for i, e in enumerate(raised): assert sum(f"sample {3 * i} was left out: {type(e).__name__}" in s for s in said) == 1
+
+
+def test_a_worker_that_hangs(tmp_path, whole):
+    "It is ended and replaced; a sample that hangs again when it is read alone is left out, one that does not is used."
+    with trainer(tmp_path / "run", Toy(workers=2), worker_timeout=1.5) as t, faults.plant(t, faults.hang_worker(index=7, times=1)) as planted:
+        old = [w.pid for w in t.feed.workers]
+        t.fit(STEPS, progress=False)
+        assert len(planted.fired) == 1 and not t.feed.quarantined and t.feed.cursor == STEPS * 4 and not set(old) & {w.pid for w in t.feed.workers}
+    said = events(tmp_path / "run", "worker")
+    assert losses(tmp_path / "run") == whole and len(said) == 1 and "no batch came for 1.5 s (worker_timeout); they were ended" in said[0]
+    with trainer(tmp_path / "stays", Toy(workers=2), worker_timeout=1.5) as t, faults.plant(t, faults.hang_worker(index=7, times=None)) as planted:
+        t.fit(STEPS, progress=False)
+        assert len(planted.fired) == 2 and list(t.feed.quarantined) == [7] and t.run.state == "done"
+    assert any("sample 7" in s and "gave nothing for 1.5 s" in s and "is in quarantine" in s for s in events(tmp_path / "stays", "quarantine"))
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in old), "what hung is gone"
+
+
+def test_a_slow_reader_is_no_hung_one(tmp_path, whole):
+    with trainer(tmp_path / "run", Toy(workers=1), worker_timeout=5.0) as t, faults.plant(t, faults.hang_worker(index=7, seconds=2.5)): t.fit(STEPS, progress=False)
+    assert losses(tmp_path / "run") == whole and not events(tmp_path / "run", "worker", "quarantine")

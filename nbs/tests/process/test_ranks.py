@@ -1,0 +1,99 @@
+"""Two processes that train one model: whatever happens to one of them, both do the same."""
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from toys import Toy, events, trainer
+
+from medlab.core import generator
+from medlab.train import faults
+from medlab.train.recovery import RunFailed
+from medlab.train.run import Run
+
+STEPS = 12
+
+
+@dataclass
+class Half(Toy):
+    "Of every eight samples, rank 0 sees four and rank 1 the others; half 2 sees all eight. Without what depends on the batch, so that two are as good as one."
+    half: int = 2
+
+    def build_model(self): return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SiLU(), torch.nn.Linear(8, 1))
+
+    def dataset(self):
+        x = torch.randn(64, 4, generator=generator(0, "half"))
+        pick = slice(self.half, self.half + 1) if self.half < 2 else slice(None)
+        return [dict(x=v[pick], y=v[pick].sum(1, keepdim=True), case=f"half{i:02}") for i, v in enumerate(x.view(32, 2, 4))]
+
+    def prepare(self, batch, seed): return dict(x=batch["x"].flatten(0, 1), y=batch["y"].flatten(0, 1), case=[c for c in batch["case"] for _ in range(batch["x"].shape[1])])
+
+
+PLANS = {
+    "nothing": {},
+    "half precision": {0: lambda: [faults.gradient("0.weight", at=9)]},
+    "gradient": {1: lambda: [faults.gradient("0.weight", at=5)]},
+    "one sample": {0: lambda: [faults.batch("x", at=5)]},
+    "all samples": {1: lambda: [faults.batch("x", at=5, times=4)]},
+    "memory in forward": {1: lambda: [faults.out_of_memory("forward", at=5)]},
+    "memory in backward": {0: lambda: [faults.out_of_memory("backward", at=5)]},
+    "memory in optimizer": {0: lambda: [faults.out_of_memory("optimizer", at=7)]},
+    "no gradient": {1: lambda: [faults.no_gradient(at=5)]},
+    "for good": {0: lambda: [faults.gradient("0.weight", at=8, times=8), faults.disk_full("checkpoint", at=6)]},
+    "an error": {1: lambda: [faults.reader(KeyboardInterrupt(), index=15)]},
+}
+
+
+def rank(number, folder):
+    "One of the two: what every plan came to, a line of JSON each."
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
+    for i, name in enumerate(PLANS):
+        knobs = dict(save_every=3, precision="fp16" if name == "half precision" else "fp32", clip_by_loss=True, **(dict(climb_after=3) if name == "for good" else {}))
+        with trainer(f"{folder}/{i}.{number}", Half(half=number), **knobs) as t, faults.plant(t, *PLANS[name].get(number, list)()):
+            try: t.fit(STEPS, progress=False)
+            except (RunFailed, KeyboardInterrupt) as e: print(name, type(e).__name__, e, file=sys.stderr)
+            flat = torch.cat([p.detach().flatten() for p in t.model.parameters()])
+            print(json.dumps(dict(name=name, weights=flat.tolist(), number=t.number, taken=t.step.taken, micro=t.knobs.micro_batch, state=t.run.state)))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    "(folder, plan → what the two ranks came to)"
+    path = tmp_path_factory.mktemp("ranks")
+    made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(n), str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for n in (0, 1)]
+    try: out = [p.communicate(timeout=200) for p in made]
+    finally: [p.kill() for p in made]
+    assert [p.returncode for p in made] == [0, 0], out[0][1][-2000:] + out[1][1][-2000:]
+    a, b = ({(d := json.loads(line))["name"]: d for line in o.splitlines()} for o, _ in out)
+    return path, {name: (a[name], b[name]) for name in PLANS}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_two_ranks_decide_alike(outcomes, tmp_path, name):
+    path, (a, b), i = outcomes[0], outcomes[1][name], list(PLANS).index(name)
+    runs = [path / f"{i}.0", path / f"{i}.1"]
+    assert a == b or name == "an error", "the same weights to the bit, the same steps taken"
+    if name == "an error":
+        assert b["state"] == a["state"] == "failed" and a["number"] == b["number"] and a["weights"] == b["weights"] and "rank 1 stopped training" in " ".join(events(runs[0], "error"))
+        return
+    assert a["number"] == STEPS and a["state"] == "done" and all(torch.tensor(a["weights"]).isfinite())
+    skipped = [sum(Run(r).metrics("skipped")["skipped"].value) for r in runs]
+    if name == "half precision": assert skipped[0] == skipped[1] == STEPS - a["taken"] >= 1
+    if name in ("gradient", "no gradient"): assert a["taken"] == STEPS - 1 and skipped == [1, 1] and all(len(events(r, "skip")) == 1 for r in runs)
+    if name.startswith("memory"): assert a["taken"] == STEPS and all("rank" in " ".join(events(r, "oom")) for r in runs[:1] if "PeerFault" in " ".join(events(r, "oom"))) and any("PeerFault" in s for r in runs for s in events(r, "oom"))
+    if name in ("memory in forward", "memory in backward"): assert a["micro"] == 2 and not events(runs[0], "restore") + events(runs[1], "restore")
+    if name == "memory in optimizer": assert [len(events(r, "restore")) for r in runs] == [1, 1] and a["micro"] is None
+    if name == "for good": assert all("went back from step 10 to 3" in " ".join(events(r, "guard")) for r in runs), "the newest that both keep: one of them could not write that of step 6"
+    if name in ("nothing", "one sample"):
+        with trainer(tmp_path / "one", Half(), clip_by_loss=True) as t, faults.plant(t, *PLANS[name].get(0, list)()):
+            t.fit(STEPS, progress=False)
+            assert torch.allclose(torch.cat([p.detach().flatten() for p in t.model.parameters()]), torch.tensor(a["weights"]), atol=1e-6), "one process that sees all samples ends there too"
+    if name == "one sample": assert sum(Run(runs[0]).metrics("dropped")["dropped"].value) == 1 and a["taken"] == STEPS
+    if name == "all samples": assert sum(Run(runs[1]).metrics("dropped")["dropped"].value) == 4 and a["taken"] == STEPS and skipped == [0, 0], "the other's samples count"
+
+
+if __name__ == "__main__": rank(int(sys.argv[1]), sys.argv[2])
