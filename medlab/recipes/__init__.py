@@ -9,4 +9,4 @@ __all__ = []
 import lazy_loader
 
 # %% ../../nbs/05_recipes_package.ipynb #4cbe6f9c
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"fast_ddpm": ["FastDDPM"], "restoration": ["Restoration"]})
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"fast_ddpm": ["FastDDPM"], "restoration": ["Restoration"], "segmentation": ["Segmentation"]})
