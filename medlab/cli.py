@@ -173,14 +173,16 @@ def check(argv) -> int:
 
 
 def lab(argv) -> int:
-    "Open JupyterLab on a copy of the tutorials, at the live lab (default folder medlab-lab)."
+    "Open JupyterLab on a copy of the tutorials, at the live lab (default folder medlab-lab); what follows goes to JupyterLab, such as --no-browser --ip 0.0.0.0 --port 8888, or --allow-root."
     from medlab.tutorials import copy_tutorials
     optional("jupyterlab", "lab")
-    folder = Path(argv[0] if argv and not argv[0].startswith("-") else "medlab-lab")
+    named = bool(argv) and not argv[0].startswith("-")
+    folder = Path(argv[0] if named else "medlab-lab")
+    if folder.exists() and not folder.is_dir(): raise UserError(f"{folder} is a file; name a folder for the tutorials, such as medlab-lab")
     copied = copy_tutorials(folder)
     print(f"{len(copied)} files copied to {folder}; notebooks that were there are untouched" if copied else f"the tutorials are in {folder}")
     from jupyterlab.labapp import LabApp
-    LabApp.launch_instance([str(folder), "--LabApp.default_url=/lab/tree/live_lab.ipynb", *(a for a in argv if a.startswith("-"))])  # in this process, which signals reach
+    LabApp.launch_instance([str(folder), "--LabApp.default_url=/lab/tree/live_lab.ipynb", *argv[named:]])  # in this process, which signals reach
     return 0
 
 

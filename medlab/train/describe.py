@@ -21,19 +21,21 @@ def _finite(v): return v if v is not None and math.isfinite(v) else None
 
 def describe_knob(
     trait,  # of a Knobs class
+    default,  # the value that a run of the recipe starts with
 ) -> dict:  # kind, low, high, above, choices, optional, default, unit, off, help, rule, concern; JSON-serializable
     "What a panel needs to know of a knob: a control that fits it, and what to say of it."
     kind = next((k for t, k in KINDS.items() if isinstance(trait, t)), "text")
     low, high = {"real": lambda: (trait.low, trait.high), "int": lambda: (trait.min, trait.max)}.get(kind, lambda: (None, None))()
     said = trait.metadata
     return dict(kind=kind, low=_finite(low), high=_finite(high), above=getattr(trait, "above", False), choices=list(trait.values) if kind == "enum" else [], optional=trait.allow_none,
-        default=trait.default_value, unit=said.get("unit", ""), off=said.get("off"), help=trait.help, rule=rule(trait), concern=said.get("concern", "recipe"))
+        default=default, unit=said.get("unit", ""), off=said.get("off"), help=trait.help, rule=rule(trait), concern=said.get("concern", "recipe"))
 
 
 def describe(
     knobs:type,  # a Knobs class
     fixes,  # of `Fix`
+    initial=None,  # knob → value that the recipe starts with; others start with their class's
 ) -> dict:  # {"knobs": {name: see `describe_knob`}, "fixes": [{name, on, off, claim, measured, concern}]}
     "What a panel needs to know of knobs and fixes; a fix belongs to the concern of its first knob."
-    told = {k: describe_knob(t) for k, t in knobs.class_traits().items()}
+    told = {k: describe_knob(t, (initial or {}).get(k, t.default_value)) for k, t in knobs.class_traits().items()}
     return dict(knobs=told, fixes=[dict(name=f.name, on=f.on, off=f.off, claim=f.claim, measured=f.measured, concern=told[next(iter(f.on))]["concern"]) for f in fixes])

@@ -139,6 +139,7 @@ class Loop(Keeper):
         "The number of the last step; from here on training counts as running."
         target = last_step(self.number, steps, until)
         if self.store.closed: raise UserError(f"this trainer was closed; go on with Trainer.open({str(self.path)!r})")
+        if not self.store.path.exists(): raise UserError(f"the run directory {str(self.path)!r} is gone or out of reach; bring it back, or start another run")
         if not self.busy.acquire(blocking=False): raise UserError("training runs already; stop() it first, or wait()")
         self._stop.clear()
         self.error, self.mailbox.commands, self.told, self.unsaved = None, [], set(), None  # they were meant for what ran before

@@ -22,11 +22,13 @@ class Recorder:
         kind:str,  # such as "skip"
         text:str,  # one sentence
         level:str="info",  # "info", "warning" or "error"
+        at:int=None,  # number of the step it belongs to; None: the last that was made
         **data,  # counts and causes
     ):  # future of the event's id; durable when it is done
-        "Record an event at the current step."
-        self.sinks.event(self.number, kind, text)
-        return self.store.write("INSERT INTO events(time, step, kind, level, text, data) VALUES(?,?,?,?,?,?)", time.time(), self.number, kind, level, text, json.dumps(data))
+        "Record an event."
+        at = self.number if at is None else at
+        self.sinks.event(at, kind, text)
+        return self.store.write("INSERT INTO events(time, step, kind, level, text, data) VALUES(?,?,?,?,?,?)", time.time(), at, kind, level, text, json.dumps(data))
 
     def _clock(self, start, loaded, micros):
         now = time.perf_counter()
@@ -64,7 +66,7 @@ class Recorder:
 
     def _report(self, kind, text, **data):
         if self.said is None:
-            self.event(kind, text, "error" if data.pop("error", False) else "warning", **data)
+            self.event(kind, text, "error" if data.pop("error", False) else "warning", self.step.number, **data)
             if kind == "drop" and data.get("where") != "none":  # what was gone at the second look is not the case's fault
                 for case in data["cases"]: self.guards.blame(str(case), "the forward pass gave a non-finite loss")
         else: self.said.append((kind, text, data))  # an attempt that may yet be taken back

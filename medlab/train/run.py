@@ -115,7 +115,7 @@ class Run:
         path,  # run directory; raises `UserError` where there is none
     ):
         self.path = Path(path)
-        if not (self.path / "run.db").is_file(): raise UserError(f"{str(path)!r} is no run directory (it has no run.db); Run.list(root) shows those that are")
+        if not (self.path / "run.db").is_file(): raise UserError(f"{str(path)!r} is no run directory (it has no run.db); `medlab runs` shows those that are, in Python Run.list(root)")
         self._db, self._lock = sqlite3.connect(self.path / "run.db", timeout=30, isolation_level=None, check_same_thread=False), threading.Lock()
         _check(self._db, self.path)
         self._db.execute("PRAGMA synchronous=FULL")

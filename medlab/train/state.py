@@ -110,7 +110,7 @@ def open_segment(
 ):
     "What is recorded from here on belongs to a new segment, which makes void what others recorded after this step."
     t = trainer
-    t.store.set_meta(values=t.knobs.values(), controls=describe(t.recipe.Knobs, t.recipe.fixes()))
+    t.store.set_meta(values=t.knobs.values(), controls=describe(t.recipe.Knobs, t.recipe.fixes(), t.recipe.initial_knobs()))
     t.store.segment = t.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", t.number, time.time(), json.dumps(environment(t))).result()
     t.frames, t.clock, t.watch = {}, None, ScalerWatch(t.knobs, t.event, [f.name for f in t.recipe.fixes()], t.step.scaler.get_growth_interval())
 

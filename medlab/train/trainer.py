@@ -156,6 +156,7 @@ class Trainer(Loop):
         self.thread.start()
         return self
 
+    def __repr__(self): return f"Trainer({self.recipe.name!r}, run={str(self.path)!r}, step {self.number:,}{', training' if self.thread and self.thread.is_alive() else ''})"
     def pause(self): "Pause before the next step."; self._pause.set()
     def resume(self): "Go on after a pause."; self._pause.clear()
     def stop(self): "Stop before the next step, and save."; self._stop.set()

@@ -97,7 +97,7 @@ class Curves(anywidget.AnyWidget):
                 runs=[s.name for s in self._sources], labels=LABELS, smooth=self._smooth)
             for i, (s, new) in enumerate(zip(self._sources, news)):
                 if new or force or hello or s.sent != view: self._draw(i, s, view)
-            self._say("status", runs=[dict(state=s.state, fault=s.fault) for s in self._sources], note=self._note)
+            self._say("status", runs=[dict(state="out of reach" if s.fault else s.state, fault=s.fault) for s in self._sources], note=self._note)
 
     def stumbled(self, e):
         "Say that a look failed."

@@ -230,7 +230,7 @@ class Panel(anywidget.AnyWidget):
         say("spec", name=r.name, controls=r.controls)
         say("trouble", items=desk.items())
         t = {k: plain_json(r.telemetry.get(v)) for k, v in dict(step="step", loss="loss", rate="rate", mem="mem_gb", gpu="gpu_gb", scale="scale", skipped="skipped", row="skips").items()}
-        say("head", state=s.state, target=plain_json(r.target), device=r.environment.get("device"), precision=r.values.get("precision"), **t)
+        say("head", state="out of reach" if r.fault else s.state, target=plain_json(r.target), device=r.environment.get("device"), precision=r.values.get("precision"), **t)
         say("can", buttons=s.can(), doing="" if desk.wait is None else str(desk.wait))
         self._speech.differ("values", r.values)
         self._speech.differ("fates", desk.fates())

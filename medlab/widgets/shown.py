@@ -198,11 +198,12 @@ def read_columns(
 
 
 def first_windows(
-    window,  # None: one for all, the median of their own; "each": its own for each; a name of PRESETS; or (lowest, highest)
+    window,  # None: one for all, the median of their own, or each its own where the widest is more than twice the narrowest; "each": its own for each; a name of PRESETS; or (lowest, highest)
     own:list,  # the `percentile_window` of each volume
 ) -> tuple:  # (lowest, highest) of each volume
     "The grey levels a viewer starts with; raises `UserError` for what is no window."
-    if window is None: return (tuple(np.median(own, axis=0).tolist()),) * len(own)
+    if window is None and all(max(high - low for low, high in own) <= 2 * (b - a) for a, b in own): return (tuple(np.median(own, axis=0).tolist()),) * len(own)
+    if window is None: return tuple(own)
     if isinstance(window, str) and window == "each": return tuple(own)
     if isinstance(window, str) and window not in PRESETS: raise UnknownName("window", window, ["each", *PRESETS])
     low, high = map(float, PRESETS[window] if isinstance(window, str) else window)

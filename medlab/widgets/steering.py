@@ -152,8 +152,9 @@ def troubles(
 ) -> list:  # of items as `training_error`
     "What is wrong with the run, in words."
     r, own, item = steering.remote, steering.own, lambda key, title, text, level="warning": dict(key=key, title=title, text=text, facts="", trace="", level=level, dismiss=False)
-    out = [item("read", "The run directory cannot be read", r.fault)] if r.fault else []
-    if own and own.store.fault: out.append(item("store", "The run's database cannot be written", f"{own.store.fault}. What is recorded waits in memory" + (", and training goes on as long as it can" if steering.state in LIVE else "") + ". Make room on the disk.", "error"))
+    last = f" Its last trainer is process {pid} on {r.environment.get('host', 'an unknown machine')}." if (pid := r.environment.get("pid")) and own is None else ""
+    out = [item("read", "The run directory cannot be read", r.fault + last)] if r.fault else []
+    if own and own.store.fault: out.append(item("store", "The run's database cannot be written", f"{own.store.fault}. What is recorded waits in memory" + (", and training goes on as long as it can." if steering.state in LIVE else ".") + (" Make room on the disk." if "full" in own.store.fault or "space" in own.store.fault else ""), "error"))
     if steering.state == "failed" and (error := training_error(r, own)): out.append(error)
     if steering.state == "killed": out.append(item("killed", "The process ended without a word", "It was killed, or its machine went down. Start goes on from the newest checkpoint." + (" Its last output is in process.log." if (r.path / "process.log").exists() else "")))
     return out

@@ -206,8 +206,9 @@ class Viewer(anywidget.AnyWidget):
         self._like = replace(first, data=np.broadcast_to(np.uint8(0), (frames, *first.data.shape[1:])), name=columns[0].name)
         made, scene = [_column(self, c) for c in columns], geometry(first, spacing, self._step)
         scene |= dict(frames=frames, channels=list(map(str, channels or ())), volumes=[entry for entry, _ in made], overlays=[], presets=PRESETS, height=int(height))
+        windows = first_windows(window, [tuple(entry["auto"]) for entry, _ in made])
         super().__init__(_scene=scene, cursor=[n // 2 for n in scene["shape"]] if at is None else tuple(map(int, at)), centre=[(n - 1) / 2 for n in scene["shape"]],
-            windows=first_windows(window, [tuple(entry["auto"]) for entry, _ in made]), linked=not (isinstance(window, str) and window == "each"), difference=difference,
+            windows=windows, linked=len({*map(tuple, windows)}) == 1 and not (isinstance(window, str) and window == "each"), difference=difference,
             planes=(planes,) if isinstance(planes, str) else tuple(planes or [p["name"] for p in scene["panels"]]), radiological=radiological)
         mend_kernel()
         self._feed = Feed(self.send, lambda: _seen(self))

@@ -28,13 +28,14 @@ const CSS = `
 .mc-title { font-weight: 600; white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
 .mc-say { flex: 1; min-width: 0; color: var(--mc-muted); font-size: 11px; white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
 .mc-panel canvas { display: block; width: 100%; height: ${HEIGHT}px; cursor: crosshair; touch-action: pan-y; outline-offset: 1px }
-.mc-legend { display: flex; gap: 2px 8px; height: 22px; margin-left: -4px; overflow-x: auto; overflow-y: hidden; scrollbar-width: none; white-space: nowrap }
+.mc-legend { display: grid; grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); gap: 2px 8px; min-height: 22px; margin-left: -4px; white-space: nowrap }
 .medlab-curves button { font: inherit; color: inherit; background: none; border: 1px solid transparent; border-radius: 3px; padding: 0 4px; cursor: pointer; white-space: nowrap; height: 20px; display: inline-flex; align-items: center; gap: 5px; max-width: 40ch }
 .medlab-curves button:hover:enabled { border-color: var(--mc-line) }
 .medlab-curves button.mc-plain { border-color: var(--mc-line); padding: 0 8px }
 .medlab-curves button:disabled { opacity: .45; cursor: default }
 .medlab-curves button[aria-pressed=false] { opacity: .45 }
 .medlab-curves :focus-visible { outline: 2px solid var(--mc-brand) }
+.mc-legend button { max-width: 100%; min-width: 0; justify-self: start }
 .mc-name { overflow: hidden; text-overflow: ellipsis }
 .mc-swatch { flex: none; width: 14px; height: 0; border-top: 2.5px solid }
 .mc-value, .mc-state { color: var(--mc-muted); font-variant-numeric: tabular-nums }
@@ -132,13 +133,14 @@ function render({ model, el }) {
   smoothing.append("Smoothing", slider, shown);
   all.disabled = true; all.title = "Show all steps (double click, Escape or 0)";
   bar.append(runs, smoothing, all); root.append(bar, note, grid); el.append(style, root);
-  let frame = 0, colours = null;
+  let frame = 0, colours = null, styled = false;
 
   const kick = () => { if (!frame) frame = requestAnimationFrame(draw) };
   const off = (...k) => S.hidden.has(JSON.stringify(k));
   const toggle = (...k) => { const s = JSON.stringify(k); S.hidden.has(s) ? S.hidden.delete(s) : S.hidden.add(s); legends(); kick() };
 
-  function theme() {
+  function theme() {  // before the page holds us there are no styles yet
+    styled = root.isConnected;
     const css = getComputedStyle(root), get = k => css.getPropertyValue(k).trim(), c = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
     c.fillStyle = get("--mc-bg") || "#fff"; c.fillRect(0, 0, 1, 1);
     const [r, g, b] = c.getImageData(0, 0, 1, 1).data, dark = 0.3 * r + 0.6 * g + 0.1 * b < 128;
@@ -158,7 +160,8 @@ function render({ model, el }) {
 
   function tell(request, hello, wait) {  // until it is answered: words may be lost, or wait for a cell to end
     clearTimeout(S.timer);
-    const panel = S.panels[0], width = Math.round(panel ? panel.canvas.clientWidth - PAD.left - PAD.right : 480);
+    const panel = S.panels[0], across = panel ? panel.canvas.clientWidth : 0, width = across ? Math.round(across - PAD.left - PAD.right) : 480;
+    S.width = root.dataset.width = across;
     try { model.send({ t: "view", hello, range: S.range, width: Math.max(50, Math.min(4096, width)), request }) } catch { return }  // the kernel is gone, and this model with it
     S.timer = setTimeout(() => { if (S.asked === request) tell(request, hello, Math.min(2 * wait, 30000)) }, wait);
   }
@@ -204,7 +207,7 @@ function render({ model, el }) {
 
   function legends() {
     if (!S.spec) return;
-    if (!colours) theme();
+    if (!colours || !styled) theme();
     const held = document.activeElement?.getAttribute?.("aria-label"), within = root.contains(document.activeElement);
     runs.replaceChildren(...S.spec.runs.map((name, r) => {
       const e = entry(name, `Show or hide run ${name}`, !off("run", r), () => toggle("run", r));
@@ -273,7 +276,7 @@ function render({ model, el }) {
   function draw() {
     frame = 0;
     if (!S.spec || !root.isConnected) return;
-    if (!colours) theme();
+    if (!colours || !styled) { theme(); legends() }
     const hidden = S.panels.some(p => !p.canvas.clientWidth);  // as while JupyterLab changes its theme
     if (!hidden) { for (const p of S.panels) paint(p); root.dataset.drawn = root.dataset.theme }
     S.tries = hidden ? (S.tries ?? 0) + 1 : 0;
@@ -299,6 +302,8 @@ function render({ model, el }) {
     const log = S.log[p.title] && hi > 0, empty = hi < lo;
     if (empty) { lo = 0; hi = 1 }
     if (log && !empty) { lo = Math.log(least); hi = Math.log(hi) }
+    const thin = 1e-3 * (log ? 1 : Math.max(Math.abs(lo), Math.abs(hi)));  // an axis spans a thousandth of its values at least
+    if (hi > lo && hi - lo < thin) { const middle = (lo + hi) / 2; lo = middle - thin / 2; hi = middle + thin / 2 }
     const pad = hi > lo ? 0.06 * (hi - lo) : log ? 0.7 : Math.abs(hi) * 0.1 || 1;
     return { log: log && !empty, lo: lo - pad, hi: hi + pad, empty, below: log ? below : 0 };
   }
@@ -490,11 +495,17 @@ function render({ model, el }) {
     kick();
   }
 
-  const seen = new ResizeObserver(kick), dressed = new MutationObserver(() => { colours = null; if (S.spec) legends(); kick() });
+  const seen = new ResizeObserver(() => {
+    kick();
+    const panel = S.panels[0], width = panel ? panel.canvas.clientWidth : 0;
+    if (!width || Math.abs(width - S.width) < 0.1 * width) return;
+    clearTimeout(S.resized);
+    S.resized = setTimeout(() => { if (root.isConnected) ask(S.range) }, 300);  // columns of the width that is seen
+  }), dressed = new MutationObserver(() => { colours = null; if (S.spec) legends(); kick() });
   dressed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
   model.on("msg:custom", heard);
   ask(null, true);
-  return () => { model.off("msg:custom", heard); seen.disconnect(); dressed.disconnect(); cancelAnimationFrame(frame); clearTimeout(S.timer) };
+  return () => { model.off("msg:custom", heard); seen.disconnect(); dressed.disconnect(); cancelAnimationFrame(frame); clearTimeout(S.timer); clearTimeout(S.resized) };
 }
 
 export default { render };

@@ -43,7 +43,7 @@ body[data-jp-theme-light="false"] .medlab-panel { --mp-brand: #64b5f6; --mp-on: 
 .mp-until { display: flex; align-items: center; gap: 8px; height: 34px; padding: 0 12px; color: var(--mp-muted) }
 .mp-until label { display: flex; align-items: center; gap: 6px; white-space: nowrap }
 .mp-until input { width: 76px }
-.mp-said { flex: 1; text-align: right }
+.mp-said { flex: 1; min-width: 0; text-align: right; display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 2; overflow: hidden; max-height: 2.4em; line-height: 1.2; font-size: 11px }
 .mp-restore { margin: 0 12px 10px; padding: 8px; border: 1px solid var(--mp-line); border-radius: 3px }
 .mp-kept { max-height: 118px; overflow: auto; display: grid; gap: 2px }
 .mp-kept button { display: flex; gap: 10px; width: 100%; padding: 2px 6px; border: 0; border-radius: 3px; background: none; text-align: left; font-variant-numeric: tabular-nums }
@@ -231,7 +231,7 @@ function render({ model, el }) {
   // -- buttons --
 
   const buttons = make("div", "mp-buttons", undefined, { role: "group", "aria-label": "Training" }), button = {}, until = make("div", "mp-until"), last = make("input", "", undefined, { type: "text", inputmode: "numeric", "aria-label": "Last step, or nothing for no limit", placeholder: "no limit", title: "number of the last step; nothing: until Stop" });
-  const said = make("span", "mp-said mp-cut", "", { role: "status" }), untilLabel = make("label", "", "until step");
+  const said = make("span", "mp-said", "", { role: "status" }), untilLabel = make("label", "", "until step");
   for (const [key, label] of BUTTONS) { button[key] = make("button", "mp-button", label, { type: "button" }); buttons.append(button[key]); button[key].onclick = () => press(key) }
   button.restore.setAttribute("aria-expanded", false);
   untilLabel.append(last); until.append(untilLabel, said);
@@ -255,7 +255,7 @@ function render({ model, el }) {
 
   function waitFor(request) { S.waiting = request; later(() => { if (S.waiting === request) remark("the kernel has not answered yet; a cell may be running", "warn") }, 2500) }
 
-  function remark(text, tone = "muted") { S.aside = text; said.className = `mp-said mp-cut mp-${tone}`; say(said, text || S.doing, text || S.doing) }
+  function remark(text, tone = "muted") { S.aside = text; said.className = `mp-said mp-${tone}`; say(said, text || S.doing, text || S.doing) }
 
   function drawButtons() {
     const paused = S.head.state === "paused", main = paused ? "pause" : S.can.start === "" ? "start" : "";

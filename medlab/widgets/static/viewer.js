@@ -432,7 +432,7 @@ function view({ model, el, arrays, listeners }) {
     ui.columns.classList.toggle("mv-stacked", stacked);
     ui.planesBoxes.forEach(e => e.classList.toggle("mv-stacked", !stacked));
     ui.panels.forEach(({ canvas, p }) => {
-      const i = shown.indexOf(p), w = top(40, Math.floor((stacked ? wide[i] : top(...wide)) * ui.scale)), b = top(40, Math.floor((stacked ? top(...high) : high[i]) * ui.scale));
+      const i = shown.findIndex(q => q.name === p.name), w = top(40, Math.floor((stacked ? wide[i] : top(...wide)) * ui.scale)), b = top(40, Math.floor((stacked ? top(...high) : high[i]) * ui.scale));
       canvas.style.width = `${w}px`; canvas.style.height = `${b}px`;
       canvas.width = Math.round(w * ratio); canvas.height = Math.round(b * ratio);
     });
@@ -447,7 +447,7 @@ function view({ model, el, arrays, listeners }) {
     model.set("centre", from.map((c, i) => clamp(fixed[i] * scene.step[i] + (c - fixed[i] * scene.step[i]) * old / zoom, 0, scene.shape[i] - 1)));
     set("zoom", zoom);
   }
-  function step(p, by) { const c = at(); c[p.cut] += by; moveTo(c); }
+  function step(p, by) { const c = at(); c[p.cut] += by; moveTo(c); if (hover) { hover = [...hover]; hover[p.cut] = at()[p.cut]; } }
   const along = (p, axis) => (axis === p.right ? (turned(p) ? -1 : 1) : p.flip_up ? -1 : 1);  // towards the right, upwards
 
   function listen(canvas, p, k) {
@@ -482,6 +482,7 @@ function view({ model, el, arrays, listeners }) {
     canvas.addEventListener("contextmenu", e => { e.preventDefault(); e.stopPropagation(); });
     canvas.addEventListener("dblclick", whole);
     canvas.addEventListener("wheel", e => {
+      if (!e.ctrlKey && shape()[p.cut] === 1) return;  // nothing to step through
       if (!e.ctrlKey && performance.now() - lastWheel < 300) { lastWheel = performance.now(); return; }  // the page is being scrolled, and we passed under the pointer
       e.preventDefault(); e.stopPropagation();
       if (e.ctrlKey) return zoomBy(Math.exp(-e.deltaY / 300), voxelAt(canvas, p, e).voxel);

@@ -74,10 +74,14 @@ def test_the_tutorial(notebook):
     nb.wait(f"trainer.number > {int(before) + 20}", 60)
     assert nb.page.locator(".medlab-panel").first.evaluate("e => e.closest('.jp-OutputArea-output').getBoundingClientRect().height") == height, "no layout jumps while it runs"
     assert len(nb.save()) < 300_000
+    nb.page.set_viewport_size(dict(width=1000, height=1500))
+    nb.until("() => [...document.querySelectorAll('.medlab-viewer canvas')].every(c => c.height > 20 && c.width > 20)")  # drawn anew after predictions replaced what it was made of
     nb.page.reload()
     state(nb, "running")
     nb.page.locator(".medlab-viewer canvas").first.wait_for(timeout=90_000)
     nb.page.locator(".medlab-curves canvas").first.wait_for(timeout=90_000)
+    nb.until("() => { const c = document.querySelector('.medlab-curves'), w = c.querySelector('canvas').clientWidth; return w && Math.abs(Number(c.dataset.width) - w) < 0.1 * w }")  # as many columns as pixels
+    assert nb.page.evaluate("() => getComputedStyle(document.querySelector('.medlab-curves')).getPropertyValue('--mc-fg').trim()")
     nb.kernel("trainer.stop(); trainer.wait(); lab.close()")
     assert not nb.errors
 
