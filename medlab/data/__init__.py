@@ -17,6 +17,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "blur": ["Degradation"],
         "images": ["read_image", "write_image"],
         "pairs": ["PairDataset"],
+        "label_files": ["find_labelled"],
+        "patches": ["PatchDataset"],
         "modalities": ["ModalityDataset", "load_case", "normalize", "denormalize"],
     },
 )

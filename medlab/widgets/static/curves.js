@@ -28,7 +28,7 @@ const CSS = `
 .mc-title { font-weight: 600; white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
 .mc-say { flex: 1; min-width: 0; color: var(--mc-muted); font-size: 11px; white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
 .mc-panel canvas { display: block; width: 100%; height: ${HEIGHT}px; cursor: crosshair; touch-action: pan-y; outline-offset: 1px }
-.mc-legend { display: grid; grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); gap: 2px 8px; min-height: 22px; margin-left: -4px; white-space: nowrap }
+.mc-legend { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 2px 8px; min-height: 22px; margin-left: -4px; white-space: nowrap }
 .medlab-curves button { font: inherit; color: inherit; background: none; border: 1px solid transparent; border-radius: 3px; padding: 0 4px; cursor: pointer; white-space: nowrap; height: 20px; display: inline-flex; align-items: center; gap: 5px; max-width: 40ch }
 .medlab-curves button:hover:enabled { border-color: var(--mc-line) }
 .medlab-curves button.mc-plain { border-color: var(--mc-line); padding: 0 8px }
@@ -39,8 +39,7 @@ const CSS = `
 .mc-name { overflow: hidden; text-overflow: ellipsis }
 .mc-swatch { flex: none; width: 14px; height: 0; border-top: 2.5px solid }
 .mc-value, .mc-state { color: var(--mc-muted); font-variant-numeric: tabular-nums }
-.mc-value { min-width: 9ch; text-align: left }
-.mc-wide .mc-value { min-width: 15ch }`;
+.mc-value { min-width: 7ch; text-align: left }`;
 
 function make(tag, name, text) {
   const e = document.createElement(tag);
@@ -59,7 +58,7 @@ function number(v, digits = 4) {
 function short(v) {  // for an axis
   const a = Math.abs(v);
   if (a >= 1e4 && a < 1e9) return a >= 1e6 ? Number((v / 1e6).toPrecision(4)) + "M" : Number((v / 1e3).toPrecision(4)) + "k";
-  if (a && (a < 1e-4 || a >= 1e9)) return v.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e").replace("e-", "e−");
+  if (a && (a < 1e-3 || a >= 1e9)) return v.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e").replace("e-", "e−");
   return String(Number(v.toPrecision(6))).replace("-", "−");
 }
 
@@ -222,7 +221,6 @@ function render({ model, el }) {
         e.swatch.style.borderTopColor = several() ? colours.muted : colour; e.swatch.style.borderTopStyle = dash.length ? dash[0] > 2 ? "dashed" : "dotted" : "solid";
         return e;
       });
-      p.legend.classList.toggle("mc-wide", p.entries.length < 3 && !several());
       p.legend.replaceChildren(...p.entries.map(e => e.b));
     }
     if (within && held) [...root.querySelectorAll("button")].find(b => b.getAttribute("aria-label") === held)?.focus();
@@ -302,7 +300,7 @@ function render({ model, el }) {
     const log = S.log[p.title] && hi > 0, empty = hi < lo;
     if (empty) { lo = 0; hi = 1 }
     if (log && !empty) { lo = Math.log(least); hi = Math.log(hi) }
-    const thin = 1e-3 * (log ? 1 : Math.max(Math.abs(lo), Math.abs(hi)));  // an axis spans a thousandth of its values at least
+    const thin = 0.02 * (log ? 1 : Math.max(Math.abs(lo), Math.abs(hi)));  // an axis spans a fiftieth of its values at least
     if (hi > lo && hi - lo < thin) { const middle = (lo + hi) / 2; lo = middle - thin / 2; hi = middle + thin / 2 }
     const pad = hi > lo ? 0.06 * (hi - lo) : log ? 0.7 : Math.abs(hi) * 0.1 || 1;
     return { log: log && !empty, lo: lo - pad, hi: hi + pad, empty, below: log ? below : 0 };
