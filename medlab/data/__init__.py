@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "cases": ["BRATS", "Case", "Split", "find_cases", "check_case", "preflight", "sort_cases", "split_cases"],
         "blur": ["Degradation"],
         "images": ["read_image", "write_image"],
+        "dicom": ["read_dicom"],
         "pairs": ["PairDataset"],
         "label_files": ["find_labelled"],
         "patches": ["PatchDataset"],

@@ -17,6 +17,7 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 
 from ..core import UserError
+from .dicom import is_dicom, read_dicom
 from .volume import Volume, _read_bytes, _write_whole, read_volume, write_volume
 
 # %% ../../nbs/14_images.ipynb #6e3e3eca
@@ -88,7 +89,7 @@ def read_image(
 ) -> Image:  # in the file's units; 16 bits stay 16 bits
     "Read a 2D image; colours become luminance. Raises `UserError` for what is no sound 2D image."
     path = Path(path)
-    if not path.name.lower().endswith(RASTER + TIFF): raise UserError(f"{path}: images end in {', '.join(RASTER + TIFF)}, volumes in {' or '.join(NIFTI)}")
+    if not path.name.lower().endswith(RASTER + TIFF): raise UserError(f"{path}: images end in {', '.join(RASTER + TIFF)}, volumes in {' or '.join(NIFTI)}, or are DICOM (a file with the letters DICM behind 128 bytes, or a folder of these)")
     raw = _read_bytes(path)
     try:
         with warnings.catch_warnings():
@@ -108,15 +109,17 @@ def read_image(
 def is_volume(
     path,
 ) -> bool:
-    "Whether a file is a volume, by its name."
+    "Whether a file is a NIfTI volume, by its name."
     return str(path).lower().endswith(NIFTI)
 
 
 def read_any(
-    path,  # an image or a volume
+    path,  # an image, a NIfTI or DICOM volume, or the folder of one DICOM series
     finite:bool=True,  # refuse NaN and Inf; False: hand them on
 ):  # `Image` or `Volume`
-    "Read an image or a NIfTI volume; raises `UserError` for what is neither."
+    "Read an image or a volume; raises `UserError` for what is neither."
+    path = Path(path)
+    if path.is_dir() or not is_volume(path) and path.exists() and is_dicom(path): return read_dicom(path, finite=finite)
     return read_volume(path, finite=finite) if is_volume(path) else read_image(path, finite)
 
 # %% ../../nbs/14_images.ipynb #d73ce5ab

@@ -77,6 +77,7 @@ class Volume:
 
 # %% ../../nbs/10_volume.ipynb #a33e622b
 def _read_bytes(path):
+    if path.is_dir(): raise UserError(f"{path}: is a folder; a volume is one file, and a folder of DICOM slices is read by medlab.data.dicom.read_dicom")
     try: raw = path.read_bytes()
     except OSError as e: raise UserError(f"{path}: cannot be read: {(e.strerror or str(e)).lower()}") from e
     if not raw: raise UserError(f"{path}: is empty (0 bytes); copy it again from its source")
@@ -101,7 +102,8 @@ nib.imageglobals.logger.addFilter(lambda record: not _quiet.on)
 def _open(path):
     raw = _read_bytes(path)
     cls = next((c for n, c in _KINDS.items() for order in ("little", "big") if int.from_bytes(raw[:4], order) == n), None)
-    if cls is None: raise UserError(f"{path}: is no NIfTI file; medlab reads .nii and .nii.gz (convert others with nibabel or dcm2niix)")
+    if cls is None and raw[128:132] == b"DICM": raise UserError(f"{path}: is a DICOM file; give it, or the folder of its series, to medlab.data.dicom.read_dicom")
+    if cls is None: raise UserError(f"{path}: is no NIfTI file; medlab reads .nii, .nii.gz and DICOM (convert others with nibabel)")
     try:
         _quiet.on = True
         image = cls.from_bytes(raw)
@@ -206,12 +208,12 @@ def write_volume(
     if not path.name.endswith((".nii", ".nii.gz")): raise UserError(f"{path}: a NIfTI file ends in .nii or .nii.gz")
     if volume.data.ndim != 3: raise UserError(f"{volume.name or 'volume'} has shape {volume.data.shape}; write one channel (z, y, x) at a time")
     data, affine, header = _to_grid(volume)
-    cls = _KINDS[len(header)] if header else nib.Nifti1Image
+    cls, own = _KINDS[len(header)] if header else nib.Nifti1Image, not header
     if header: header = cls.header_class(header)
     try: image = cls(_cast(data, dtype), affine, header, dtype=np.dtype(dtype))
     except nib.spatialimages.HeaderDataError as e: raise UserError(f"{path}: NIfTI cannot store {np.dtype(dtype)}; use float32 or an integer type") from e
     image.header.set_slope_inter(1, 0); image.header["cal_min"] = image.header["cal_max"] = 0; image.header["descrip"] = b"medlab"
-    if not volume.grid: image.header.set_xyzt_units("mm")
+    if own: image.header.set_xyzt_units("mm")
     raw = image.to_bytes()
     _write_whole(path, gzip.compress(raw, 1, mtime=0) if path.suffix == ".gz" else raw)
     return path
