@@ -18,7 +18,8 @@ import torch
 from .memory import Memory
 
 # %% ../../nbs/43_oom.ipynb #3210df13
-TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "std::bad_alloc", "alloc_failed", "unable to find a valid cudnn algorithm")
+TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "std::bad_alloc", "alloc_failed", "unable to find a valid cudnn algorithm",
+    "could not create a primitive", "could not execute a primitive")  # oneDNN's, which says no more when its working memory cannot be had; retries are bounded
 
 
 def is_oom(
