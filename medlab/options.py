@@ -86,6 +86,12 @@ def read_yaml(
     return {SHORT.get(k, k): v for k, v in found.items()}
 
 
+_NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?"
+
+
+def _listed(word): return f"[{word}]" if re.fullmatch(rf"{_NUMBER}(,\s*{_NUMBER})+", word) else word
+
+
 def normal_options(
     argv,  # options as they were typed
     known,  # names of options
@@ -93,11 +99,11 @@ def normal_options(
     "Options with underscores, checked against the known names."
     known, out = {*known, "config", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}, []
     for word in argv:
-        if not word.startswith("--"): out.append(f"[{word}]" if re.fullmatch(r"\d+(,\s*\d+)+", word) else word); continue
+        if not word.startswith("--"): out.append(_listed(word)); continue
         name, *value = word[2:].split("=", 1)
         name = name.replace("-", "_")
         if name not in known: raise UnknownName("option", f"--{name}", [f"--{k}" for k in known])
-        out.append("=".join(["--" + ("use-wandb" if name == "use_wandb" else SHORT.get(name, name)), *value]))
+        out.append("=".join(["--" + ("use-wandb" if name == "use_wandb" else SHORT.get(name, name)), *map(_listed, value)]))
     return out
 
 
@@ -108,7 +114,7 @@ def plain(
     text = " ".join(str(error).split())
     key, value, kinds = re.search(r'Parser key "(\w+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text), re.findall(r"Expected an? <class '(\w+)'>", text)
     if not (key and value and kinds): return text
-    return f"{key[1]}={value[1]} must be of type {' or '.join(dict.fromkeys(k for k in kinds if k != 'NoneType'))}"
+    return f"{key[1]}={value[1]} must be {'a list such as 1,2,3' if 'tuple' in kinds else 'of type ' + ' or '.join(dict.fromkeys(k for k in kinds if k != 'NoneType'))}"
 
 
 def checked_run(

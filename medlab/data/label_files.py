@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core import UnknownName, UserError, derive_seed
+from .dicom import is_dicom, read_dicom
 from .images import NIFTI, is_volume
 from .volume import Volume, read_volume
 from ..phantoms import brain
@@ -42,11 +43,11 @@ class LabelledCase:
         label:bool=True,  # with its mask; False: as for prediction
     ) -> dict:
         "Its `images`, a list of volumes, and its `label`, a volume or None; raises `UserError` where a file is unsound."
-        return dict(images=[read_volume(p) for p in self.images], label=read_volume(self.label) if self.label and label else None)
+        return dict(images=[read_dicom(p) if p.is_dir() or is_dicom(p) else read_volume(p) for p in self.images], label=read_volume(self.label) if self.label and label else None)
 
     def unlabelled(self) -> "LabelledCase":
         "The same as it is predicted: what is wrong with its mask alone does not matter."
-        mine = not self.images or "channels" in self.fault or "several" in self.fault or not all(p.is_file() for p in self.images)
+        mine = not self.images or "channels" in self.fault or "several" in self.fault or not all(p.exists() for p in self.images)
         return self if mine else replace(self, fault="")
 
 
@@ -143,8 +144,10 @@ def _path(folder, text):
 
 def _entry(path, i, row):
     "One row of a list as a case."
+    if isinstance(row, dict) and (odd := row.keys() - {"image", "label", "case", "split", "fold", None}):
+        if ";" in (first := sorted(odd)[0]): raise UserError(f"{path}: its columns are separated by ';'; use commas")
+        raise UnknownName(f"column in {path.name}", first, ("image", "label", "case", "split"))
     if not isinstance(row, dict) or not row.get("image"): raise UserError(f"{path}: entry {i} has no image; every entry needs image and label, such as {{\"image\": \"a.nii.gz\", \"label\": \"a-seg.nii.gz\"}}")
-    if odd := row.keys() - {"image", "label", "case", "split", "fold", None}: raise UnknownName(f"column in {path.name}", sorted(odd)[0], ("image", "label", "case", "split"))
     split = str(row.get("split") or "").strip()
     if split not in ("", *SPLITS): raise UnknownName(f"split in {path.name}", split, SPLITS)
     texts = row["image"] if isinstance(row["image"], list) else str(row["image"]).split(";")
@@ -170,7 +173,11 @@ def _says(path, said):
     "What a dataset.json says of its labels: (names, label to ignore)."
     pairs = [(str(a), b) for a, b in (said.get("labels") or {}).items()] if isinstance(said.get("labels"), dict) else []
     if any(isinstance(b, list) for _, b in pairs): raise UserError(f"{path}: its labels are regions (lists of ids), which overlap; classes here exclude one another: give each id a name")
-    pairs = [(int(a), str(b)) if a.isdigit() else (int(b), a) for a, b in pairs]
+    pairs = [(a, b) if a.isdigit() else (b, a) for a, b in pairs]
+    for i, n in pairs:
+        if not re.fullmatch(r"\d+", str(i)): raise UserError(f"{path}: label {n!r} is {i!r}; a whole number of 0 or more is needed")
+    pairs = [(int(i), str(n)) for i, n in pairs]
+    if twice := [i for i, k in Counter(i for i, _ in pairs).items() if k > 1]: raise UserError(f"{path}: {twice[0]} is the number of two labels; each needs its own")
     return {i: n for i, n in pairs if n != "ignore"}, next((i for i, n in pairs if n == "ignore"), None)
 
 # %% ../../nbs/16_label_files.ipynb #c5336a08
@@ -183,12 +190,14 @@ def find_labelled(
     said = root / "dataset.json" if root.is_dir() else root
     pair = next(((root / a, root / b) for a, b in FOLDERS if (root / a).is_dir()), None)
     header = _json(said) if said.name == "dataset.json" and said.exists() else {}
-    if root.is_file() and is_volume(root): cases = [LabelledCase(_stem(root), (root,))]
+    series = root.is_dir() and not pair and not said.exists() and not _volumes(root) and any(p.is_file() and is_dicom(p) for p in root.iterdir())
+    if series or root.is_file() and (is_volume(root) or is_dicom(root)): cases = [LabelledCase(_stem(root), (root,))]
     elif said.suffix.lower() in (".csv", ".json") and said.is_file() and (root.is_file() or not pair or "training" in header):
         rows, header = _rows(said)
         cases = [_entry(said, i, r) for i, r in enumerate(rows, 1)]
-    elif root.is_file(): raise UserError(f"{root}: is neither a list (.csv, .json) nor a volume ({', '.join(NIFTI)})")
+    elif root.is_file(): raise UserError(f"{root}: is neither a list (.csv, .json) nor a volume ({', '.join(NIFTI)}, DICOM)")
     else: cases = [*_in_folders(*pair)] if pair else [*_in_folders(root, None)]
+    if not cases and root.is_file(): raise UserError(f"{root} holds no entry; every entry needs image and label")
     if not cases: raise UserError(f"no case in {root}; looked for images/ and labels/, imagesTr/ and labelsTr/, dataset.json, or {' and '.join(NIFTI)} files")
     if twice := [n for n, k in Counter(c.name for c in cases).items() if k > 1]: raise UserError(f"{root}: {twice[0]!r} is the name of two cases; name them in the column case")
     return Found(sorted(cases, key=lambda c: c.name), *_says(said, header if isinstance(header, dict) else {}))

@@ -43,6 +43,8 @@ class LabelTable:
     ignore:int = None  # id of voxels whose label nobody knows; None: all are known
 
     def __post_init__(self):
+        for i in (*self.ids, *(() if self.ignore is None else (self.ignore,))):
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= LARGEST: raise UserError(f"label {i!r}: ids are whole numbers from 0 to {LARGEST:,}")
         if len(self.ids) > IGNORE: raise UserError(f"{len(self.ids)} labels; at most {IGNORE} classes fit, the background among them")
         if self.ids[:1] != (0,) or len({*self.ids}) < len(self.ids): raise UserError(f"ids {self.ids[:5]} must begin with the background 0 and be unique")
         if len(self.ids) < 2: raise UserError(f"no label but the background 0{'' if self.ignore is None else f' and {self.ignore}, which is ignored'}; there is nothing to learn: are these the masks?")
@@ -54,7 +56,8 @@ class LabelTable:
         ignore:int=None,  # id of unknown voxels
     ) -> "LabelTable":
         "The table of the ids that were found; raises `UserError` where there are too many, or none."
-        return cls((0, *sorted({*map(int, found)} - {0, ignore})), {int(k): str(v) for k, v in (names or {}).items()}, ignore)
+        ids = {int(i) if i == int(i) else i for i in found}
+        return cls((0, *sorted(ids - {0, ignore})), {int(k): str(v) for k, v in (names or {}).items()}, ignore)
 
     def __len__(self): return len(self.ids)
 

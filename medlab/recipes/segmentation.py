@@ -60,6 +60,11 @@ def _triple(name, values):
     return tuple(values)
 
 
+def _channels(found):
+    "How many images most cases have."
+    return Counter(len(c.images) for c in found.cases if c.images).most_common(1)[0][0] if any(c.images for c in found.cases) else 1
+
+
 def _survey(recipe):
     "(what was found, its checks, the ids of every sound case, channels, the table that is known beforehand or None)"
     if not recipe.data_root:
@@ -69,7 +74,7 @@ def _survey(recipe):
         checked = inspect_all(cases[:2], intensity=recipe.scale, table=table)
         return Found(cases, LabelledPhantom.names), checked, 1, table
     found = find_labelled(recipe.data_root)
-    channels = Counter(len(c.images) for c in found.cases if c.images).most_common(1)[0][0] if any(c.images for c in found.cases) else 1
+    channels = _channels(found)
     known, ignore = recipe.labels or found.names, found.ignore if recipe.ignore is None else recipe.ignore
     table = LabelTable.of(known, found.names, ignore) if known else None
     return replace(found, ignore=ignore), inspect_all(found.cases, intensity=recipe.scale, channels=channels, resample=recipe.resample, table=table), channels, table
@@ -147,7 +152,9 @@ class Segmentation(Recipe):
     @classmethod
     def check(cls, path, intensity="zscore", resample=False):
         "Every case below a path, and the labels that it holds."
-        checked = inspect_all(find_labelled(path).cases, intensity=Intensity(intensity, *((0.5, 99.5) if intensity == "zscore" else (-160, 240))), resample=resample)
+        found = find_labelled(path)
+        table = LabelTable.of(found.names, found.names, found.ignore) if found.names else None
+        checked = inspect_all(found.cases, channels=_channels(found), table=table, intensity=Intensity(intensity, *((0.5, 99.5) if intensity == "zscore" else (-160, 240))), resample=resample)
         for c, ids in checked: c.say("label", f"holds {', '.join(map(str, ids))}", fatal=False) if ids else None
         return Report([c for c, _ in checked])
 
@@ -254,6 +261,7 @@ def probabilities(
     if not 0 <= overlap < 1: raise UserError(f"overlap={overlap} must be in [0, 1); 0.5 is usual")
     if tile is not None and tile < 1: raise UserError(f"tile={tile} must be at least 1 voxel; leave it away for {recipe.image_size}")
     size = recipe.image_size if tile is None else tuple(max(f, tile // f * f) for f in side_factor(recipe.network, recipe.image_size, **recipe.options))
+    if tile is not None and size == side_factor(recipe.network, recipe.image_size, **recipe.options): raise UserError(f"tile={tile} leaves one voxel at the network's coarsest level; take {2 * max(size)} or more")
     device, run = next(model.parameters()).device, lambda w: heads(model(w))[0].float().softmax(1)
     ways, total = [a for k in range(len(recipe.flips) + 1) for a in itertools.combinations(recipe.flips, k)] if flips else [()], 0
     for way in ways:

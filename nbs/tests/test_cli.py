@@ -76,7 +76,7 @@ WRONG = [  # (options, what the line says); {root} is the folder of the fixture
     ("--set lr", "'lr' is not of the form name=value"),
     ("--set lr=inf", "lr=inf is refused: it must be a finite number in (0, 10]"),
     ("--lr fast", "lr=fast is refused"),
-    ("--image-size big", "image_size=big must be of type tuple"),
+    ("--image-size big", "image_size=big must be a list such as 1,2,3"),
     ("--image-size [16,16]", "must be 3 positive integers"),
     ("--image-size [17,16,16]", "must divide by 2 along z", "try 16"),
     ("--batch-size 0", "batch_size=0 must be an integer ≥ 1"),
