@@ -65,6 +65,12 @@ def _channels(found):
     return Counter(len(c.images) for c in found.cases if c.images).most_common(1)[0][0] if any(c.images for c in found.cases) else 1
 
 
+def _table(found, labels=None):
+    "The table that is known before a mask was read, or None."
+    known = labels or found.names
+    return LabelTable.of(known, found.names, found.ignore) if known else None
+
+
 def _survey(recipe):
     "(what was found, its checks, the ids of every sound case, channels, the table that is known beforehand or None)"
     if not recipe.data_root:
@@ -75,9 +81,9 @@ def _survey(recipe):
         return Found(cases, LabelledPhantom.names), checked, 1, table
     found = find_labelled(recipe.data_root)
     channels = _channels(found)
-    known, ignore = recipe.labels or found.names, found.ignore if recipe.ignore is None else recipe.ignore
-    table = LabelTable.of(known, found.names, ignore) if known else None
-    return replace(found, ignore=ignore), inspect_all(found.cases, intensity=recipe.scale, channels=channels, resample=recipe.resample, table=table), channels, table
+    if recipe.ignore is not None: found = replace(found, ignore=recipe.ignore)
+    table = _table(found, recipe.labels)
+    return found, inspect_all(found.cases, intensity=recipe.scale, channels=channels, resample=recipe.resample, table=table), channels, table
 
 
 def _split(recipe, cases):
@@ -153,8 +159,7 @@ class Segmentation(Recipe):
     def check(cls, path, intensity="zscore", resample=False):
         "Every case below a path, and the labels that it holds."
         found = find_labelled(path)
-        table = LabelTable.of(found.names, found.names, found.ignore) if found.names else None
-        checked = inspect_all(found.cases, channels=_channels(found), table=table, intensity=Intensity(intensity, *((0.5, 99.5) if intensity == "zscore" else (-160, 240))), resample=resample)
+        checked = inspect_all(found.cases, channels=_channels(found), table=_table(found), intensity=Intensity(intensity, *((0.5, 99.5) if intensity == "zscore" else (-160, 240))), resample=resample)
         for c, ids in checked: c.say("label", f"holds {', '.join(map(str, ids))}", fatal=False) if ids else None
         return Report([c for c, _ in checked])
 
