@@ -125,7 +125,7 @@ class Notebook:
         self.page = browser.new_context(viewport={"width": size[0], "height": size[1]}).new_page()
         self.page.set_default_timeout(30_000 * SLACK)
         self.page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
-        self.page.on("pageerror", lambda e: self.errors.append(str(e)))
+        self.page.on("pageerror", lambda e: self.errors.append(e.stack or str(e)))
         self.page.goto(f"http://127.0.0.1:{server.port}/{ui}/{name}?reset&token={server.token}")
         self.page.wait_for_function(IDLE, timeout=60_000 * SLACK)
 
@@ -174,9 +174,9 @@ class Notebook:
         return self.path.read_bytes()
 
     def theme(self, dark):
-        "Switch JupyterLab's theme."
+        "Switch JupyterLab's theme, and wait for its splash to go: JupyterLab removes it twice where two changes are 200 ms apart, which is an error."
         self.command("apputils:change-theme", theme="JupyterLab Dark" if dark else "JupyterLab Light")
-        self.page.wait_for_function(f"() => document.body.dataset.jpThemeLight === '{str(not dark).lower()}'")
+        self.until("light => document.body.dataset.jpThemeLight === light && !document.getElementById('jupyterlab-splash')", arg=str(not dark).lower())
 
     def again(self, size=(1300, 1000)):
         "The same notebook in another browser window, with nothing run."
