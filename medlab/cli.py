@@ -14,11 +14,12 @@ import warnings
 from pathlib import Path
 
 import jsonargparse
+import numpy as np
 import traitlets
 
 import medlab
 from .core import UnknownName, UserError, optional
-from .options import RECIPES, options, plain, recipe_class
+from .options import RECIPES, listed, option_type, options, plain, recipe_class
 
 # %% ../nbs/70_cli.ipynb #af00b374
 def free_name(
@@ -88,11 +89,16 @@ def _fit(trainer, target):
     print(f"{trainer.recipe.name} in {trainer.path}: {n / 1e6:.2f}M parameters, {trainer.knobs.precision} on {trainer.device}, step {trainer.number} → {target}")
     if split := info.get("split"): print("cases: " + ", ".join(f"{k} {len(split[k])}" for k in ("train", "val", "test")) + (f" ({split['note']})" if split.get("note") else ""))
     for case, reason in info.get("quarantined", ()): print(f"quarantined: {case}: {reason}")
+    for level, text in info.get("notes", ()): print(f"{level}: {text}" if level != "info" else text)
     if target <= trainer.number: print(f"nothing to do: the run is at step {trainer.number}; --steps {trainer.number + 1000} goes on"); return 0
+    first = trainer.number + 1
     trainer.fit(until=target, progress=True if sys.stderr.isatty() else "lines")
     counts = {k: len(trainer.run.events(k)) for k in ("skip", "drop", "bad_sample", "revert")}
     print(f"{trainer.run.state} at step {trainer.number}; " + ", ".join(f"{v} {k}" for k, v in counts.items() if v) + ("" if any(counts.values()) else "no sample dropped, no step skipped"))
-    return 0 if trainer.run.state == "done" else 130
+    if trainer.run.state != "done": return 130
+    if "loss" in trainer.run.names() and np.isfinite(trainer.run.metrics("loss", start=first)["loss"].value).any(): return 0
+    print(f"medlab: no step gave a finite loss, so nothing was learned; Run({str(trainer.path)!r}).events() says why", file=sys.stderr)
+    return 1
 
 # %% ../nbs/70_cli.ipynb #e00f896e
 def predict(
@@ -110,7 +116,10 @@ def predict(
     recipe, model, step = load_model(a.run, a.device)
     cases = recipe.find(a.input)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1: raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
-    failed = [c.name for c in cases if not _predict_one(recipe, model, c, a.output, own)]
+    failed = []
+    for i, c in enumerate(cases, 1):
+        print(f"predicting {c.name}, {i} of {len(cases)}, with the weights of step {step}", file=sys.stderr, flush=True)
+        if not _predict_one(recipe, model, c, a.output, own): failed.append(c.name)
     if failed and len(cases) > 1: print(f"medlab: {len(failed)} of {len(cases)} cases could not be predicted: {', '.join(failed)}", file=sys.stderr)
     return 2 if failed else 0
 
@@ -118,10 +127,10 @@ def predict(
 def _parse(p, argv, recipe_options):
     "What was typed, and what of it are options of the recipe."
     own = recipe_options()
-    for name, (kind, default, text) in own.items(): p.add_argument("--" + name, type=typing.Optional[kind] if default is None else kind, default=default, help=text)
-    try: a = p.parse_args(argv)
+    for name, (kind, default, text) in own.items(): p.add_argument("--" + name, type=option_type(kind) if default is None or kind is tuple else kind, default=default, help=text)
+    try: a = p.parse_args([*map(listed, argv)])
     except jsonargparse.ArgumentError as e: raise UserError(plain(e)) from e
-    return a, {k: a[k] for k in own}
+    return a, {k: (a[k],) if kind is tuple and isinstance(a[k], (int, float)) else a[k] for k, (kind, _, _) in own.items()}
 
 
 def _predict_one(recipe, model, case, output, options):

@@ -213,6 +213,7 @@ def sort_cases(cases, resample=False, **kw) -> tuple:
 class Report:
     "The checks of a data set as a table."
     checks:list
+    notes:tuple = ()  # what is to be said of all cases together, a sentence each
 
     @property
     def ok(self) -> bool:
@@ -235,14 +236,14 @@ class Report:
         rows = [_COLUMNS, *([cell.replace("|", "\\|").replace("\n", " ") for cell in r] for r in self.rows())]
         width = [max(len(r[i]) for r in rows) for i in range(len(_COLUMNS) - 1)] + [len(_COLUMNS[-1])]
         lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(r, width)) + " |" for r in rows]
-        return "\n".join([self.title, "", lines[0], "|" + "|".join("-" * (w + 2) for w in width) + "|", *lines[1:]])
+        return "\n".join([self.title, "", lines[0], "|" + "|".join("-" * (w + 2) for w in width) + "|", *lines[1:], *(["", *self.notes] if self.notes else [])])
 
     __repr__ = __str__
 
     def _repr_html_(self):
         line = lambda cells, tag, color="": f"<tr{color}>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
         body = "".join(line(r, "td", " style='color:#b00'" if c.reason else "") for r, c in zip(self.rows(), self.checks))
-        return f"<p>{html.escape(self.title)}</p><table>{line(_COLUMNS, 'th')}{body}</table>"
+        return f"<p>{html.escape(self.title)}</p><table>{line(_COLUMNS, 'th')}{body}</table>" + "".join(f"<p>{html.escape(n)}</p>" for n in self.notes)
 
 
 _COLUMNS = ("case", "modalities", "voxels (z, y, x)", "spacing, mm", "1st…99th percentile", "finding")
@@ -284,6 +285,21 @@ class Split:
     def shown(self) -> list:
         "The cases that results are shown on: those held out, or those trained on where none is."
         return [*self.val, *self.test] or self.train
+
+    def among(self,
+        sound,  # names of the cases that can be used now
+        root,  # where they lie, for the message
+    ) -> "Split":  # itself
+        "Raises `UserError` where a case of the split is not there any more."
+        gone = sorted({*self.train, *self.val, *self.test} - {*sound})
+        if gone: raise UserError(f"{len(gone)} cases of the stored split are not among the sound ones of {root!r} any more: {', '.join(gone[:5])}; put them back, or start a new run")
+        return self
+
+    def some(self,
+        cases=None,  # how many of `shown`, or names; None: all of `shown`
+    ) -> list:
+        "The cases that are meant."
+        return self.shown[:cases] if cases is None or isinstance(cases, int) else list(cases)
 
     def to_json(self) -> str:
         "The split as text, to be kept with a run."

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from ..core import UnknownName, UserError, derive_seed
-from .dicom import is_dicom, read_dicom
-from .images import NIFTI, is_volume
+from .dicom import is_dicom
+from .images import NIFTI, is_volume, read_scan
 from .volume import Volume, read_volume
 from ..phantoms import brain
 
@@ -43,7 +43,7 @@ class LabelledCase:
         label:bool=True,  # with its mask; False: as for prediction
     ) -> dict:
         "Its `images`, a list of volumes, and its `label`, a volume or None; raises `UserError` where a file is unsound."
-        return dict(images=[read_dicom(p) if p.is_dir() or is_dicom(p) else read_volume(p) for p in self.images], label=read_volume(self.label) if self.label and label else None)
+        return dict(images=[read_scan(p) for p in self.images], label=read_volume(self.label) if self.label and label else None)
 
     def unlabelled(self) -> "LabelledCase":
         "The same as it is predicted: what is wrong with its mask alone does not matter."

@@ -90,9 +90,7 @@ class FastDDPM(Recipe):
         "Find, check and split the cases, see `Recipe.setup`."
         cases, self.ranges, quarantined = self._cases()
         self.cases = {c.name: c for c in cases}
-        self.split = Split(**split) if split else split_cases(self.cases, self.seed, self.val, self.test, **({} if self.data_root else dict(group=str)))
-        gone = {*self.split.train, *self.split.val, *self.split.test} - self.cases.keys()
-        if gone: raise UserError(f"{len(gone)} cases of the stored split are not among the sound ones of {self.data_root!r} any more: {', '.join(sorted(gone)[:5])}; put them back, or start a new run")
+        self.split = (Split(**split) if split else split_cases(self.cases, self.seed, self.val, self.test, **({} if self.data_root else dict(group=str)))).among(self.cases, self.data_root)
         return dict(split=asdict(self.split), quarantined=quarantined, ranges={m: [r.lo, r.hi] for m, r in self.ranges.items()})
 
     def remember(self, info):
@@ -136,7 +134,7 @@ class FastDDPM(Recipe):
         "The network's output for noisy images."
         return model(image, timesteps=t, class_labels=channel if self.label_target else None)[:, 0]
 
-    def prepare(self, batch, seed):
+    def prepare(self, batch, seed, step=None):
         "Draw target, time point and noise of each sample from `seed`, on the CPU, so that they do not depend on the device."
         g, image, b = generator(seed), batch["image"], len(batch["image"])
         channel = torch.tensor([self._draw(a, g) for a in batch["available"].cpu()])
@@ -172,18 +170,15 @@ class FastDDPM(Recipe):
 
     def _wanted(self, cases=None, modality=None):
         "Pairs of a case and a modality of it that can be hidden and synthesized; held-out cases where there are any."
-        names = self.split.shown[:cases] if cases is None or isinstance(cases, int) else list(cases)
         wanted = [modality or self.target] if (modality or self.target) != "any" else self.modalities
-        return [(n, m) for n in names for m in wanted if m in self.cases[n].modalities and len(self.cases[n].modalities) > 1]
+        return [(n, m) for n in self.split.some(cases) for m in wanted if m in self.cases[n].modalities and len(self.cases[n].modalities) > 1]
 
     def previews(self): "Each modality of each held-out case."; return {f"{n}, {m}": (n, m) for n, m in self._wanted()}
     def preview(self, model, name, modality): "One given modality, the hidden one as it is synthesized, and as it is."; return _compare(self, model, name, modality)
 
     def evaluate(self, model, cases=None, modality=None, **options):
         "PSNR and SSIM beside the baselines, see `score`; on held-out cases, or on training cases where none is held out, which the table says."
-        rows = [score(self, model, n, m, **options) for n, m in self._wanted(cases, modality)]
-        seen = sorted({r["case"] for r in rows} & set(self.split.train))
-        return Table(rows, f"{', '.join(seen)} {'was' if len(seen) == 1 else 'were'} trained on: these are no results on unseen cases" if seen else "")
+        return Table.of([score(self, model, n, m, **options) for n, m in self._wanted(cases, modality)], self.split.train)
 
 
 def _ranges(checks, modalities):
@@ -233,11 +228,7 @@ def synthesize(
 # %% ../../nbs/60_fast_ddpm.ipynb #30f6c74c
 def _choose(recipe, case, modality):
     "The case object, and the modality to synthesize."
-    if isinstance(case, str) and case in recipe.cases: case = recipe.cases[case]
-    if isinstance(case, (str, Path)):
-        found = find_cases(case, recipe.names)
-        if len(found) > 1: raise UserError(f"{str(case)!r} holds {len(found)} cases ({', '.join(c.name for c in found[:4])} …); name the folder of one")
-        case = found[0]
+    case = recipe.case(case)
     missing = [m for m in recipe.modalities if m not in case.modalities]
     modality = modality or (recipe.target if recipe.target != "any" else missing[0] if len(missing) == 1 else None)
     if modality is None: raise UserError(f"case {case.name!r} lacks {', '.join(missing) or 'nothing'}; say which to synthesize: modality={' or '.join(missing or recipe.modalities)}")

@@ -24,7 +24,7 @@ from ..metrics import psnr, ssim
 from ..nets import frequency
 from ..nets.restoration import OPTIONS, restoration_net
 from ..train.knobs import FIXES, Fix, Knobs, Real
-from ..train.recipe import Recipe, Table, output_file
+from ..train.recipe import Recipe, output_file
 
 # %% ../../nbs/61_restoration.ipynb #c77e4afd
 class RestorationKnobs(Knobs):
@@ -142,21 +142,19 @@ class Restoration(Recipe):
     def setup(self, split=None):
         "Find, check and split the pairs, see `Recipe.setup`."
         found = find_pairs(self.data_root, self.pattern) if self.data_root else dict(all=self._phantoms())
-        self.pairs, bad = _sound(self, found)
-        self.split = Split(**split) if split else split_pairs(found, self.pairs, self.seed, **({} if "all" not in found else dict(val=self.val, test=self.test)))
-        gone = {*self.split.train, *self.split.val, *self.split.test} - self.pairs.keys()
-        if gone: raise UserError(f"{len(gone)} pairs of the stored split are not among the sound ones of {self.data_root!r} any more: {', '.join(sorted(gone)[:5])}; put them back, or start a new run")
+        self.cases, bad = _sound(self, found)
+        self.split = (Split(**split) if split else split_pairs(found, self.cases, self.seed, **({} if "all" not in found else dict(val=self.val, test=self.test)))).among(self.cases, self.data_root)
         return dict(split=asdict(self.split), quarantined=[[n, r] for n, r in bad.items()])
 
     def _phantoms(self): return [PhantomPair(derive_seed(self.seed, "phantom", i), self.image_size, self.depth) for i in range(self.phantoms)]
 
-    def remember(self, info): "Take over the split of a run."; self.split, self.pairs = Split(**info["split"]), {}
+    def remember(self, info): "Take over the split of a run."; self.split, self.cases = Split(**info["split"]), {}
 
     def data(self,
         names=(),  # of pairs; (): a dataset for `whole` alone
     ) -> PairDataset:
         "A dataset of some of the pairs."
-        pairs = [self.pairs[n] for n in names] or [PhantomPair(0, (8,) * self.spatial_dims, self.depth)]
+        pairs = [self.cases[n] for n in names] or [PhantomPair(0, (8,) * self.spatial_dims, self.depth)]
         return PairDataset(pairs, self.image_size, self.spatial_dims, self.degradation, self.depth, int(self.cache_gb * 2**30))
 
     def dataset(self): "The training pairs as crops."; return self.data(self.split.train)
@@ -198,7 +196,7 @@ class Restoration(Recipe):
 
     def predict(self, model, case, **options):
         "Restore a picture, see `restore`: a path or a `FilePair`; or a pair of the run by its name, blurred first where it is sharp."
-        whole = self.data().whole(_one(self, case))
+        whole = self.data().whole(self.case(case))
         return replace(whole.restore(restore(self, model, whole, **options)), name="restored")
 
     def write(self, result, case, output):
@@ -213,21 +211,7 @@ class Restoration(Recipe):
         whole = self.data([name]).whole(0)
         return {k: whole.restore(x) for k, x in dict(blurred=whole.image, prediction=restore(self, model, whole), truth=whole.target).items()}
 
-    def evaluate(self, model, cases=None, **options):
-        "PSNR and SSIM beside those of the blurred input, see `score`; on held-out pairs, or on training pairs where none is held out, which the table says."
-        names = self.split.shown[:cases] if cases is None or isinstance(cases, int) else list(cases)
-        rows = [score(self, model, n, **options) for n in names]
-        seen = sorted({*names} & {*self.split.train})
-        return Table(rows, f"{', '.join(seen)} {'was' if len(seen) == 1 else 'were'} trained on: these are no results on unseen cases" if seen else "")
-
-
-def _one(recipe, case):
-    "The pair that is meant; raises `UserError` for a path that holds several."
-    if isinstance(case, str) and case in recipe.pairs: return recipe.pairs[case]
-    if not isinstance(case, (str, Path)): return case
-    found = recipe.find(case)
-    if len(found) > 1: raise UserError(f"{str(case)!r} holds {len(found)} pictures ({', '.join(p.name for p in found[:4])} …); name one")
-    return found[0]
+    def score(self, model, name, **options): "PSNR and SSIM beside those of the blurred input, see `score`."; return score(self, model, name, **options)
 
 
 def _input(pair):

@@ -20,8 +20,9 @@ class Controls:
     def __init__(self, trainer): self.trainer, self.open, self.anchor = trainer, [], 1.0
 
     def enforce(self):
-        "Bring every knob that lives in other objects into them, at the start and after a checkpoint was read."
+        "Bring every knob that lives in other objects into them, at the start and after a checkpoint was read; raises `UserError` for what is refused."
         t = self.trainer
+        t.knobs.together()
         set_weight_decay(t.optimizer, t.knobs.weight_decay)
         for k in sorted(t.knobs.class_traits().keys() - Knobs.class_traits().keys()): t.recipe.apply(k, getattr(t.knobs, k), t.model)
 
@@ -53,7 +54,7 @@ class Controls:
         "Set knobs and bring them into the objects that use them."
         t = self.trainer
         for k, v in values.items(): setattr(t.knobs, k, v)
-
+        t.knobs.together()
         if "weight_decay" in values: set_weight_decay(t.optimizer, values["weight_decay"])
         if values.get("ema", 0) is None: t.step.average = None
         if "micro_batch" in values: t.recovery.size.told(values["micro_batch"], source, t.step.taken)

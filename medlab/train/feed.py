@@ -228,7 +228,7 @@ class Feed:
             faults += [*self._notes(), *(g for f in bad for g in self._judge(f))]
             self.cursor += self.stream.batch
             dropped += self.stream.batch - (_size(samples) if samples else 0)
-            if samples: micros.append(self.recipe.prepare(to_device(samples, self.device), self.base + number * 4096 + i))
+            if samples: micros.append(self.recipe.prepare(to_device(samples, self.device), self.base + number * 4096 + i, number))
         return micros, dropped, faults
 
     def _judge(self, fault):

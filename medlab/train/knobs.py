@@ -99,6 +99,9 @@ class Knobs(traitlets.HasTraits):
             except traitlets.TraitError as e: raise UserError(f"{name}={value!r} is refused: it must be {rule(trait)}") from e
         return out
 
+    def together(self):
+        "Raises `UserError` for values that are sound each by itself and impossible together; nothing is impossible here."
+
     def values(self) -> dict:
         "Every knob with its value."
         return {k: getattr(self, k) for k in sorted(self.class_traits())}

@@ -29,6 +29,15 @@ class Table:
     rows:list  # of dictionaries with the same keys
     note:str = ""  # what must be known to read them
 
+    @classmethod
+    def of(cls,
+        rows,  # with the key "case"
+        trained,  # names of the cases that were trained on
+    ) -> "Table":
+        "A table that says which of its cases were trained on."
+        seen = sorted({r["case"] for r in rows} & {*trained})
+        return cls(rows, f"{', '.join(seen)} {'was' if len(seen) == 1 else 'were'} trained on: these are no results on unseen cases" if seen else "")
+
     @property
     def metrics(self) -> dict:
         "Mean of every numeric column over the rows that have a value."
@@ -91,6 +100,7 @@ class Recipe:
 
     name = "recipe"
     Knobs = Knobs
+    cases, split = {}, None  # what `setup` finds: name → case, and the `Split` of their names
     least = dict(batch_size=1, workers=0)  # smallest value of numeric fields; an integer here asks for integers
 
     def __post_init__(self):
@@ -108,7 +118,7 @@ class Recipe:
 
     def setup(self,
         split:dict=None,  # a split stored by an earlier segment of the run; None: make one
-    ) -> dict:  # {"split": …, "quarantined": [[case, reason], …], …}, stored with the run
+    ) -> dict:  # {"split": …, "quarantined": [[case, reason], …], "notes": [["info" or "warning", sentence], …], …}, stored with the run
         "Find, check and split the data; raises `UserError` where nothing can be trained on."
         return {}
 
@@ -147,6 +157,7 @@ class Recipe:
     def prepare(self,
         batch:dict,  # collated samples, on the device
         seed:int,  # of this micro-batch: whatever is drawn is drawn from it
+        step:int,  # the number of the step that it is for, from 1 on
     ) -> dict:  # name → tensor (b, …) or list of length b
         "Make the network's inputs and targets from a batch; the default takes it as it is."
         return batch
@@ -190,9 +201,19 @@ class Recipe:
         "The cases at a path that are to be predicted; raises `UserError` where there is none."
         raise UserError(f"the recipe {self.name!r} has no prediction")
 
+    def case(self,
+        case,  # a case, the name of one of the run's, or a path
+    ):
+        "The case that is meant; raises `UserError` for a path that holds several."
+        if isinstance(case, str) and case in self.cases: return self.cases[case]
+        if not isinstance(case, (str, Path)): return case
+        found = self.find(case)
+        if len(found) > 1: raise UserError(f"{str(case)!r} holds {len(found)} cases ({', '.join(c.name for c in found[:4])} …); name one")
+        return found[0]
+
     def predict(self,
         model:torch.nn.Module,  # in evaluation mode
-        case,  # a case, a case's name, or a path
+        case,  # see `case`
         **options,  # of `predict_options`
     ):  # what `write` takes
         "Predict one case."
@@ -218,10 +239,19 @@ class Recipe:
         "One case as it is predicted now, beside what it should be."
         raise UserError(f"the recipe {self.name!r} has no preview")
 
+    def score(self,
+        model:torch.nn.Module,  # in evaluation mode
+        name:str,  # of a case of the run
+        **options,
+    ) -> dict:  # column → value, the first "case"
+        "Metrics of one case, with baselines beside them where there are any."
+        raise UserError(f"the recipe {self.name!r} has no evaluation")
+
     def evaluate(self,
         model:torch.nn.Module,  # in evaluation mode
-        cases=None,  # how many, or which; None: all of the validation split
-        **options,
-    ):
-        "Metrics on held-out cases, with baselines beside them."
-        raise UserError(f"the recipe {self.name!r} has no evaluation")
+        cases=None,  # see `Split.some`
+        **options,  # of `score`
+    ) -> Table:
+        "The scores of held-out cases, or of training cases where none is held out, which the table says."
+        if self.split is None: raise UserError(f"the recipe {self.name!r} has no evaluation")
+        return Table.of([self.score(model, n, **options) for n in self.split.some(cases)], self.split.train)

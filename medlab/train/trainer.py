@@ -79,11 +79,12 @@ class Trainer(Loop):
         if threads is not None and not (isinstance(threads, int) and threads >= 1): raise UserError(f"threads={threads!r} must be an integer ≥ 1")
         self.recipe, self.path, self.device = recipe, Path(run), torch_device(device)
         self.threads, self.memory = threads or torch.get_num_threads(), Memory(self.device)
-        self.knobs = recipe.Knobs(**recipe.Knobs.check(**{**recipe.initial_knobs(), **knobs}))
+        self.knobs, self.controls = recipe.Knobs(**recipe.Knobs.check(**{**recipe.initial_knobs(), **knobs})), Controls(self)
         stored = stored_meta(self.path, resume)
         self.info = recipe.setup(stored.get("data", {}).get("split"))
         self.feed = Feed(recipe, self.device)
-        self.model, self.optimizer = build(recipe, self.knobs, self.device)  # whatever is refused, nothing was written yet
+        self.model, self.optimizer = build(recipe, self.knobs, self.device)
+        if not stored: self.controls.enforce()  # whatever is refused, nothing was written yet
         made = sinks() if callable(sinks) else sinks
         self.held, self.store = claim(self.path, not resume)
         self.run, self.sinks = Run(self.path), SafeSinks(made, lambda name, text: self.event("sink", f"{name}: {text}", "warning"))
@@ -106,17 +107,19 @@ class Trainer(Loop):
         self.recovery, self.guards = Recovery(self), Ladder(self)
         self.manager = MemoryManager(self.device, log=lambda text: self.event("memory", f"step {self.number}: {text}"))
         self.leaks = [LeakWatch(lambda text, **data: self.event("leak", f"step {self.number}: {text}", "warning", **data), name) for name in ("host", "device")]
-        self.rate, self.controls, self.mailbox = Rate(self.knobs), Controls(self), Mailbox(self.store, self.recipe.Knobs)
+        self.rate, self.mailbox = Rate(self.knobs), Mailbox(self.store, self.recipe.Knobs)
         self.step = step_for(self.optimizer)(self.model, self.optimizer, self.recipe.losses, self.knobs, self.rate, self._report, self._record, self.recipe.seed, self.device)
         self.step.look = self.guards.look
         self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
         self.checkpoints = Checkpoints(self.path, self.store)
-        if stored: go_on(self, stored)
-        self.controls.enforce()
-        if stored and knobs: self.set(**knobs)
+        if stored:
+            go_on(self, stored)
+            self.controls.enforce()
+            if knobs: self.set(**knobs)
         if not stored: self.store.set_meta(created=time.time(), data=self.info, knobs=self.knobs.values(), recipe=[type(self.recipe).__module__, type(self.recipe).__name__, self.recipe.config()])
         open_segment(self)
         for case, reason in self.info.get("quarantined", ()): self.event("quarantine", f"{case} is left out: {reason}", "warning", case=case)
+        for level, text in self.info.get("notes", ()): self.event("data", text, level)
         self.feed.seek(self.feed.cursor)
 
     # what others call

@@ -34,7 +34,7 @@ class Toy(Recipe):
         x = torch.randn(64, 4, generator=generator(self.seed, "toy"))
         return [dict(x=v, y=v.sum(0, keepdim=True), case=f"toy{i:02}") for i, v in enumerate(x)]
 
-    def prepare(self, batch, seed): return {**batch, "x": batch["x"] + 0.01 * torch.randn(batch["x"].shape, generator=torch.Generator().manual_seed(seed))}
+    def prepare(self, batch, seed, step): return {**batch, "x": batch["x"] + 0.01 * torch.randn(batch["x"].shape, generator=torch.Generator().manual_seed(seed))}
     def losses(self, model, batch): return dict(loss=(model(batch["x"]) - batch["y"]).square().mean(1))
     def predict(self, model, case, tile=None): return tile
     def evaluate(self, model, cases=None, tile=None): return Table([dict(case="a", tile=float(tile or 0))])

@@ -61,6 +61,7 @@ def files(tmp_path_factory):
         (root / f"data/{part}/c7.nii").write_bytes(blob)
     status, out, err = said("train", "segmentation", *TINY, "--data-root", root / "data", "--run", root / "run", "--steps", 3, "--val", 0.3, "--test", 0)
     assert status == 0 and "step 0 → 3" in out and "train 2, val 1, test 0" in out, (out, err)
+    assert "labels in 2 training cases: in all: 7, 40" in out
     for n, words in dict(c3="fractions", c4="grids differ", c5="labels are ≥ 0", c6="NaN", c7="affine").items():
         assert any(l.startswith(f"quarantined: {n}: ") and words in l for l in out.splitlines()), (n, words, out)
     return root
@@ -82,15 +83,36 @@ def test_predictions_lie_where_their_image_lies_and_hold_its_ids(files):
 
 def test_check_names_what_is_wrong(files):
     status, out, err = said("check", files / "data", "--recipe", "segmentation")
-    assert status == 2 and "8 cases: 3 sound, 5 in quarantine" in out and "holds 0, 7, 40" in out and str(files) not in out
+    assert status == 2 and "8 cases: 3 sound, 5 in quarantine" in out and "holds 0, 7, 40" in out and str(files) not in out and out.splitlines()[-1] == "labels in 3 sound cases: in all: 7, 40"
+    status, out, err = said("check", files / "data", "--recipe", "segmentation", "--labels", "7,40,41")
+    assert "warning: label 41 is in none of the 3 sound cases: it cannot be learned" in out
+    assert "0 sound" in (out := said("check", files / "data", "--recipe", "segmentation", "--labels", 7)[1]) and "holds label 40" in out, "as training would see it"
+    assert "8 cases: 3 sound" in said("check", files / "data", "--recipe", "segmentation", "--labels", 7, "--ignore", 40)[1]
+    assert "low < high" in said("check", files / "data", "--recipe", "segmentation", "--intensity", "window", "--window", "9,1")[2]
 
 
 @pytest.mark.parametrize("argv,words", [
     ("--data-root {root}/nowhere", "does not exist"), ("--network dynunett", "did you mean 'dynunet'"), ("--image-size 16,16", "three positive integers"), ("--image-size 18,18,18", "do not fit the patch"), ("--surface-weigth 1", "did you mean '--surface_weight'"),
-    ("--set surface_every=0", "surface_every=0 is refused"), ("--data-root {root}/data --labels 7,9", "holds label 40"), ("--flips q", "some of the axes"), ("--intensity minmax", "unknown intensity"), ("--surface boundary --set surface_every=4", "nothing to leave out")])
+    ("--set surface_every=0", "surface_every=0 is refused"), ("--data-root {root}/data --labels 7,9", "holds label 40"), ("--flips q", "some of the axes"), ("--intensity minmax", "unknown intensity"), ("--surface boundary --set surface_every=4", "nothing to leave out"),
+    ("--labels 9", "phantoms do not fit what was asked for: one holds label 1"), ("--dice-weight 0 --ce-weight 0", "are all 0: there is no loss to learn from")])
 def test_mistakes(files, argv, words):
     status, out, err = said("train", "segmentation", *TINY, "--run", files / "never", *argv.replace("{root}", str(files)).split())
-    assert status == 2 and words in err and err.startswith("medlab: ") and err.count("\n") == 1, (status, err)
+    assert status == 2 and words in err and err.startswith("medlab: ") and err.count("\n") == 1 and not (files / "never").exists(), (status, err)
+
+
+def test_knobs_that_are_impossible_together_are_reverted(tmp_path):
+    with Trainer(recipes.Segmentation(**recipes.Segmentation.tiny), tmp_path / "run", threads=1, dice_weight=0.0) as t:
+        t.set(at=2, ce_weight=0.0)
+        t.set(at=3, ce_weight=0.0, surface_weight=1.0)
+        t.fit(4, progress=False)
+        assert [(c.state, c.requested) for c in t.run.changes()] == [("reverted", dict(ce_weight=0.0)), ("applied", dict(ce_weight=0.0, surface_weight=1.0))] and "are all 0" in t.run.changes()[0].reason
+
+
+def test_a_run_that_learned_nothing_says_so(tmp_path, monkeypatch):
+    losses = recipes.Segmentation.losses
+    monkeypatch.setattr(recipes.Segmentation, "losses", lambda *a: {k: v * torch.nan for k, v in losses(*a).items()})
+    status, out, err = said("train", "segmentation", *TINY, "--run", tmp_path / "run", "--steps", 2)
+    assert status == 1 and "done at step 2" in out and "no step gave a finite loss, so nothing was learned" in err
 
 
 def test_mistakes_of_prediction(files, tmp_path):

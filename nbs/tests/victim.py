@@ -32,7 +32,7 @@ class Small(Recipe):
         x = torch.randn(20, 1, 6, 6, 6, generator=generator(self.seed, "small"))
         return [dict(x=v, case=f"small{i:02}") for i, v in enumerate(x)]
 
-    def prepare(self, batch, seed): return {**batch, "noisy": batch["x"] + torch.randn(batch["x"].shape, generator=torch.Generator().manual_seed(seed))}
+    def prepare(self, batch, seed, step): return {**batch, "noisy": batch["x"] + torch.randn(batch["x"].shape, generator=torch.Generator().manual_seed(seed))}
     def losses(self, model, batch): return dict(loss=(model(batch["noisy"]) - batch["x"]).square().mean((1, 2, 3, 4)))
 
 

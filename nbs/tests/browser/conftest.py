@@ -168,6 +168,14 @@ class Notebook:
         "Wait until a JavaScript function of `arg` is true in the page."
         self.page.wait_for_function(condition, arg=arg, timeout=seconds * 1000 * SLACK)
 
+    def until_state(self, *states, seconds=60):
+        "Wait until the panel shows one of the states."
+        self.until("w => w.includes(document.querySelector('.medlab-panel')?.dataset.state)", list(states), seconds)
+
+    def until_fate(self, knob, fate, seconds=60):
+        "Wait until the panel shows what became of a change of a knob."
+        self.until("([n, f]) => document.querySelector(`.mp-row[data-knob=${n}]`)?.dataset.fate === f", [knob, fate], seconds)
+
     def save(self):
         "Save the notebook; its bytes on disk."
         self.command("docmanager:save")

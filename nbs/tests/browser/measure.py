@@ -32,7 +32,7 @@ class Toy(Recipe):
     def fixes(self): return (Fix("switch", dict(switch=True), dict(switch=False)), *FIXES)
     def build_model(self): return nn.Linear(4, 1)
     def dataset(self): return [dict(x=torch.ones(4), y=torch.ones(1), case=str(i)) for i in range(64)]
-    def prepare(self, batch, seed): time.sleep({STEP}); return batch
+    def prepare(self, batch, seed, step): time.sleep({STEP}); return batch
     def losses(self, model, batch): return dict(loss=(model(batch["x"]) - batch["y"]).square().mean(1))
 
 trainer = Trainer(Toy(batch_size=8), "runs/latency", device="cpu", threads=1)

@@ -25,7 +25,7 @@ class Toy(Recipe):
     def dataset(self):
         x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
         return [dict(x=a, y=a.sum(0, keepdim=True), case=f"toy{i}") for i, a in enumerate(x)]
-    def prepare(self, batch, seed): time.sleep(0.01); return batch
+    def prepare(self, batch, seed, step): time.sleep(0.01); return batch
     def losses(self, model, batch):
         l = (model(batch["x"]) - batch["y"]).square().mean(1)
         return dict(loss=l, l1=l.sqrt())

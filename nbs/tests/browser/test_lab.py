@@ -19,12 +19,6 @@ def cells(until):
     return [c for c in code[:at + 1] if "IN_TEST" not in c]
 
 
-def state(nb, *wanted): nb.until("w => w.includes(document.querySelector('.medlab-panel')?.dataset.state)", list(wanted), 90)
-
-
-def fate(nb, knob, wanted): nb.until("([n, f]) => document.querySelector(`.mp-row[data-knob=${n}]`)?.dataset.fate === f", [knob, wanted], 60)
-
-
 def ask(nb, knob, value):
     "Type a value into a knob."
     field = nb.page.locator(f".mp-row[data-knob={knob}] input[type=text]")
@@ -51,14 +45,14 @@ def no_process_stays(server):
 
 def test_the_tutorial(notebook):
     nb = notebook(*cells("lab = Lab(trainer)"), size=(1240, 1500))
-    state(nb, "running")
+    nb.until_state("running")
     nb.wait("trainer.number > 3 and lab.preview.viewer is not None", 60)
     nb.page.locator(".medlab-viewer").first.wait_for(timeout=90_000)
     before = nb.kernel("print(trainer.number)")
     nb.page.locator("[data-fix=norm_eps] .mp-switch").click()
-    fate(nb, "norm_eps", "applied")
+    nb.until_fate("norm_eps", "applied")
     ask(nb, "lr", "2e-4")
-    fate(nb, "lr", "applied")
+    nb.until_fate("lr", "applied")
     nb.wait("trainer.knobs.norm_eps == 1e-4 and trainer.knobs.lr == 2e-4 and trainer.thread.is_alive()")
     steps = json.loads(nb.kernel("print(__import__('json').dumps([[c.applied_step, c.verified, c.source] for c in trainer.run.changes()]))"))
     assert all(verified and step > int(before) for step, verified, _ in steps) and [s[2] for s in steps] == ["panel", "panel"]
@@ -77,7 +71,7 @@ def test_the_tutorial(notebook):
     nb.page.set_viewport_size(dict(width=1000, height=1500))
     nb.until("() => [...document.querySelectorAll('.medlab-viewer canvas')].every(c => c.height > 20 && c.width > 20)")  # drawn anew after predictions replaced what it was made of
     nb.page.reload()
-    state(nb, "running")
+    nb.until_state("running")
     nb.page.locator(".medlab-viewer canvas").first.wait_for(timeout=90_000)
     nb.page.locator(".medlab-curves canvas").first.wait_for(timeout=90_000)
     nb.until("() => { const c = document.querySelector('.medlab-curves'), w = c.querySelector('canvas').clientWidth; return w && Math.abs(Number(c.dataset.width) - w) < 0.1 * w }")  # as many columns as pixels
@@ -88,50 +82,50 @@ def test_the_tutorial(notebook):
 
 def test_a_process_outlives_its_kernel(notebook):
     nb = notebook(SLICES, "run = Trainer(recipes.Restoration(**slices), 'runs/long', device='cpu', threads=1).start(process=True)", "lab = Lab('runs/long')\nlab", size=(1240, 1500))
-    state(nb, "running")
+    nb.until_state("running")
     nb.wait("run.step > 10", 60)
     first = json.loads(nb.kernel("print(__import__('json').dumps([run.environment['pid'], run.step]))"))
     nb.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
     nb.kernel("from medlab import Lab, Run; import numpy as np; run = Run('runs/long'); assert 'trainer' not in globals()")
     nb.page.evaluate("() => { const nb = window.jupyterapp.shell.currentWidget.content; nb.activeCellIndex = 2; window.jupyterapp.commands.execute('notebook:run-cell') }")
-    state(nb, "running")
+    nb.until_state("running")
     nb.wait(f"run.step > {first[1]} + 20", 60)
     ask(nb, "norm_eps", "2e-4")
-    fate(nb, "norm_eps", "applied")
+    nb.until_fate("norm_eps", "applied")
     nb.save()
     again = nb.again((1240, 1500))
-    state(again, "running")
+    again.until_state("running")
     again.until("() => document.querySelector('.mp-row[data-knob=norm_eps] input[type=text]')?.value === '2e-4'")  # another browser sees the same
     again.page.locator(".mp-buttons button", has_text="Pause").click()
-    state(nb, "paused")
+    nb.until_state("paused")
     nb.page.locator(".mp-buttons button", has_text="Resume").click()
-    state(again, "running")
+    again.until_state("running")
     again.page.context.close()
     nb.page.locator(".mp-buttons button", has_text="Stop").click()
-    state(nb, "stopped")
+    nb.until_state("stopped")
     nb.wait("not any(np.diff(run.metrics('loss')['loss'].step) - 1) and not run.events('resume')[1:]")  # not a step was missed or made twice
     assert json.loads(nb.kernel("print(run.environment['pid'])")) == first[0]
     assert nb.kernel("print([(c.source, c.new, c.verified) for c in run.changes()])") == "[('panel', {'norm_eps': 0.0002}, True)]"
     shot(nb, "process.png")
     nb.page.locator(".mp-buttons button", has_text="Start").click()  # and on: another process takes it up
-    state(nb, "running")
+    nb.until_state("running")
     nb.wait(f"run.environment['pid'] != {first[0]}", 60)
     nb.page.locator(".mp-buttons button", has_text="Stop").click()
-    state(nb, "stopped")
+    nb.until_state("stopped")
     assert not nb.errors
 
 
 @pytest.mark.skipif(find_spec("notebook") is None, reason="Notebook 7 is not installed; it comes with: pip install 'notebook>=7.6'")
 def test_notebook_7(notebook):
     nb = notebook(SLICES, "trainer = Trainer(recipes.Restoration(**slices), 'runs/seven', device='cpu', threads=1)\ntrainer.start()\nlab = Lab(trainer)\nlab", size=(1240, 1500), ui="notebooks")
-    state(nb, "running")
+    nb.until_state("running")
     nb.page.locator("[data-fix=norm_eps] .mp-switch").click()
-    fate(nb, "norm_eps", "applied")
+    nb.until_fate("norm_eps", "applied")
     nb.wait("trainer.knobs.norm_eps == 1e-4 and lab.preview.viewer is not None")
     for part in ("viewer", "curves"): nb.page.locator(f".medlab-{part} canvas").first.wait_for(timeout=90_000)
     shot(nb, "seven.png")
     nb.page.locator(".mp-buttons button", has_text="Stop").click()
-    state(nb, "stopped")
+    nb.until_state("stopped")
     nb.kernel("lab.close(); trainer.close()")
     errors = [e for e in nb.errors if not any(k in e for k in ("'filebrowser:open-path' not registered", "(reading 'schema')"))]  # Notebook 7.6's own
     assert not errors, errors

@@ -28,7 +28,7 @@ class Toy(Recipe):
     def dataset(self):
         x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
         return [dict(x=a, y=a.sum(0, keepdim=True), case=f"toy{{i}}") for i, a in enumerate(x)]
-    def prepare(self, batch, seed):
+    def prepare(self, batch, seed, step):
         time.sleep(self.pace)
         if self.broken: raise ValueError(self.broken)
         return batch
@@ -47,12 +47,6 @@ def knob(nb, name): return root(nb).locator(f".mp-row[data-knob={name}]")
 
 
 def button(nb, name): return root(nb).locator(".mp-buttons button", has_text=name)
-
-
-def until_state(nb, state): nb.until("s => document.querySelector('.medlab-panel')?.dataset.state === s", state, 30)
-
-
-def until_fate(nb, name, fate): nb.until("([n, f]) => document.querySelector(`.mp-row[data-knob=${n}]`)?.dataset.fate === f", [name, fate], 30)
 
 
 def until_fix(nb, name, state): nb.until("([n, s]) => document.querySelector(`[data-fix=${n}]`)?.dataset.state === s", [name, state], 30)
@@ -77,20 +71,20 @@ def asked(nb): return json.loads(nb.kernel("print(__import__('json').dumps([[c.r
 def test_every_control_reaches_the_step(notebook):
     nb = notebook(RECIPE, SHOW, size=(1200, 2000))
     page = nb.page
-    until_state(nb, "created")
+    nb.until_state("created")
     assert button(nb, "Pause").get_attribute("aria-disabled") == "true" and "nobody trains it now" in button(nb, "Pause").get_attribute("title")
     button(nb, "Pause").click(force=True)
     until_text(nb, ".mp-said", "nobody trains it now")  # a button that cannot be pressed says why
     root(nb).locator(".mp-until input").fill("1,000,000")
     button(nb, "Start").click()
-    until_state(nb, "running")
+    nb.until_state("running")
     nb.wait("trainer.number > 20 and trainer.run.meta['target'] == 1_000_000")
     height = root(nb).bounding_box()["height"]
     shot(nb, "running.png")
 
     root(nb).locator("[data-fix=fp32_fft] .mp-switch").click()
     nb.wait("trainer.knobs.fft_fp32 is True and len(applied('fft_fp32')) == 1")
-    until_fate(nb, "fft_fp32", "applied")
+    nb.until_fate("fft_fp32", "applied")
     until_text(nb, ".mp-row[data-knob=fft_fp32] .mp-fate", "✓ step " + nb.kernel("print(applied('fft_fp32')[0])"))
 
     slider = knob(nb, "lr").locator("input[type=range]")
@@ -101,7 +95,7 @@ def test_every_control_reaches_the_step(notebook):
     assert "lr" not in str(asked(nb)), "nothing is asked for before the mouse is released"
     page.mouse.up()
     nb.wait("trainer.knobs.lr > 5e-3 and len(applied('lr')) == 1")
-    until_fate(nb, "lr", "applied")
+    nb.until_fate("lr", "applied")
     nb.until("v => Number(document.querySelector('.mp-row[data-knob=lr] input[type=text]').value) === v", float(nb.kernel("print(trainer.knobs.lr)")))
     assert root(nb).bounding_box()["height"] == height, "no layout jumps while it runs"
 
@@ -109,7 +103,7 @@ def test_every_control_reaches_the_step(notebook):
     eps.fill("3e-4")
     eps.press("Enter")
     nb.wait("trainer.knobs.norm_eps == 3e-4 and len(applied('norm_eps')) == 1")
-    until_fate(nb, "norm_eps", "applied")
+    nb.until_fate("norm_eps", "applied")
     eps.fill("0")
     eps.press("Enter")
     until_text(nb, ".mp-row[data-knob=norm_eps] .mp-why", "0 was not asked for: it must be a finite number in (0, 1]")
@@ -130,7 +124,7 @@ def test_every_control_reaches_the_step(notebook):
     assert "clip_norm" not in str(asked(nb))
     knob(nb, "clip_norm").locator(".mp-why button").click()
     nb.wait("trainer.knobs.clip_norm == 1.0")
-    until_fate(nb, "clip_norm", "applied")
+    nb.until_fate("clip_norm", "applied")
     until_fix(nb, "clip_norm", "on")  # where its knobs have the on value
     knob(nb, "clip_norm").locator("input[type=checkbox]").check()
     nb.wait("trainer.knobs.clip_norm is None")
@@ -142,16 +136,16 @@ def test_every_control_reaches_the_step(notebook):
     nb.wait("trainer.knobs.scaler_watch and trainer.knobs.scale_floor == 1")
 
     button(nb, "Pause").click()
-    until_state(nb, "paused")
+    nb.until_state("paused")
     at = int(nb.kernel("print(trainer.number)"))
     knob(nb, "lr").locator("input[type=text]").fill("2e-5")
     knob(nb, "lr").locator("input[type=text]").press("Tab")
-    until_fate(nb, "lr", "pending")
+    nb.until_fate("lr", "pending")
     until_text(nb, ".mp-row[data-knob=lr] .mp-fate", "after the pause · now ")
     until_value(nb, "lr", "2e-5")
     shot(nb, "paused.png")
     button(nb, "Resume").click()
-    until_fate(nb, "lr", "applied")
+    nb.until_fate("lr", "applied")
     assert nb.kernel("print(applied('lr')[-1])") == str(at + 1)
 
     button(nb, "Save").click()
@@ -164,16 +158,16 @@ def test_every_control_reaches_the_step(notebook):
     button(nb, "Restore").click()
     shot(nb, "restore.png")
     root(nb).locator(".mp-sure button", has_text="Go back").click()
-    until_fate(nb, "lr", "undone")
+    nb.until_fate("lr", "undone")
     nb.wait("trainer.knobs.lr == 2e-5")
     until_value(nb, "lr", "2e-5")
     button(nb, "Stop").click()
-    until_state(nb, "stopped")
+    nb.until_state("stopped")
     nb.wait("not trainer.thread.is_alive()")
     nb.until("() => document.querySelector('.mp-until input').value === '1000000'")
     root(nb).locator(".mp-until input").fill(str(int(nb.kernel("print(trainer.number)")) + 5))
     button(nb, "Start").click()
-    until_state(nb, "done")
+    nb.until_state("done")
     for dark in (True, False):
         nb.theme(dark)
         shot(nb, f"{'dark' if dark else 'light'}.png")
@@ -184,7 +178,7 @@ def test_hostile_names_errors_reload_and_a_second_browser(notebook):
     nb = notebook(RECIPE, SHOW.replace("runs/live", "runs/" + HOSTILE).replace("threads=1", "threads=1, save_every=0"), size=(1200, 2000))
     page = nb.page
     nb.kernel(f"trainer.event('note', {HOSTILE!r}, case={HOSTILE!r}); trainer.start(until=10**6)")
-    until_state(nb, "running")
+    nb.until_state("running")
     until_text(nb, ".mp-name", HOSTILE)
     label = knob(nb, "norm_eps").locator(".mp-label")
     label.click()
@@ -197,11 +191,11 @@ def test_hostile_names_errors_reload_and_a_second_browser(notebook):
         knob(nb, "lr").locator("input[type=text]").press("Enter")
         page.wait_for_timeout(500)
         if "not asked for" not in knob(nb, "lr").locator(".mp-why").inner_text(): break
-    until_fate(nb, "lr", "refused")
+    nb.until_fate("lr", "refused")
     until_text(nb, ".mp-row[data-knob=lr] .mp-why", "lr=50 is refused: it must be a finite number in (0, 10]")
     until_value(nb, "lr", "1e-3")
     nb.kernel(f"recipe.broken = 'no such case: ' + {HOSTILE!r}")
-    until_state(nb, "failed")
+    nb.until_state("failed")
     until_text(nb, ".mp-fault", "Training ended with an error", f"ValueError: no such case: {HOSTILE}")
     root(nb).locator(".mp-fault summary").click()
     until_text(nb, ".mp-fault pre", "in prepare")
@@ -212,19 +206,19 @@ def test_hostile_names_errors_reload_and_a_second_browser(notebook):
     assert len(saved) < 20_000 and "text/html" in saved and "<img" not in saved.replace("\\u003c", "<").split("text/html")[1].split("text/plain")[0]
 
     page.reload()
-    until_state(nb, "failed")
+    nb.until_state("failed")
     until_text(nb, ".mp-row[data-knob=lr] .mp-why", "lr=50 is refused: it must be a finite number in (0, 10]")
     until_text(nb, ".mp-fault", f"ValueError: no such case: {HOSTILE}")
     other = nb.again(size=(1200, 2000))
-    until_state(other, "failed")
+    other.until_state("failed")
     nb.kernel("recipe.broken = None")
     button(other, "Start").click()
     for one in (nb, other):
-        until_state(one, "running")
+        one.until_state("running")
         one.until("() => !document.querySelector('.mp-fault')")
     root(other).locator("[data-fix=fp32_fft] .mp-switch").click()
     for one in (nb, other):
-        until_fate(one, "fft_fp32", "applied")
+        one.until_fate("fft_fp32", "applied")
         until_fix(one, "fp32_fft", "on")
     nb.wait("trainer.knobs.fft_fp32")
 
@@ -235,18 +229,18 @@ def test_hostile_names_errors_reload_and_a_second_browser(notebook):
     nb.until("() => !document.querySelector('.mp-trouble').textContent")
     nb.kernel("trainer.store.db.execute('PRAGMA max_page_count=1')")
     nb.until("() => /cannot be written/.test(document.querySelector('.mp-trouble').textContent)")
-    until_state(nb, "running")
+    nb.until_state("running")
     button(nb, "Stop").click()  # the checkpoint at the end cannot be listed
-    until_state(nb, "failed")
+    nb.until_state("failed")
     until_text(nb, ".mp-trouble", "Training ended with an error that could not be recorded")
     shot(nb, "full.png")
     nb.kernel("trainer.store.db.execute('PRAGMA max_page_count=1000000')")
     nb.until("() => !/cannot be written/.test(document.querySelector('.mp-trouble').textContent)")
     button(nb, "Start").click()
     nb.wait("trainer.busy.locked()")
-    until_state(nb, "running")
+    nb.until_state("running")
     nb.kernel("trainer.stop()")
-    until_state(nb, "stopped")
+    nb.until_state("stopped")
     for one in (nb, other): assert one.page.evaluate("() => window.hacked") is None and root(one).locator("img").count() == 0
     other.page.context.close()
     assert [e for e in nb.errors if "WebSocket" not in e] == []
@@ -255,7 +249,7 @@ def test_hostile_names_errors_reload_and_a_second_browser(notebook):
 def test_keyboard_alone(notebook):
     nb = notebook(RECIPE, SHOW.replace("live", "keys"), "trainer.start(until=10**6)", size=(1200, 2000))
     page = nb.page
-    until_state(nb, "running")
+    nb.until_state("running")
     button(nb, "Pause").focus()
     for _ in range(60):
         if page.evaluate("() => document.activeElement.getAttribute('aria-label')") == "Fix fp32_fft": break
@@ -264,7 +258,7 @@ def test_keyboard_alone(notebook):
     for key in ("b", "a", "Space"): page.keyboard.press(key)
     nb.wait("trainer.knobs.fft_fp32 and len(applied('fft_fp32')) == 1")
     assert page.locator(".jp-Cell").count() == cells, "keys that are pressed in the panel are not the notebook's"
-    until_fate(nb, "fft_fp32", "applied")
+    nb.until_fate("fft_fp32", "applied")
     shot(nb, "focus.png")
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")
@@ -345,30 +339,30 @@ with Trainer(recipe, "runs/child", device="cpu", threads=1) as t: t.fit(until=10
 def test_a_process_that_outlives_the_kernel(notebook):
     nb = notebook(f"import subprocess, sys, time\nfrom pathlib import Path\nprocess = subprocess.Popen([sys.executable, '-c', {CHILD!r}], start_new_session=True)\nwhile not Path('runs/child/run.db').exists(): time.sleep(0.1)",
         "from medlab.train.run import Run\nfrom medlab.widgets.panel import Panel\npanel = Panel('runs/child')\npanel", size=(1200, 1700))
-    until_state(nb, "running")
+    nb.until_state("running")
     pid = int(nb.kernel("print(process.pid)"))
     try:
         root(nb).locator("[data-fix=fp32_fft] .mp-switch").click()
-        until_fate(nb, "fft_fp32", "applied")
+        nb.until_fate("fft_fp32", "applied")
         nb.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
         nb.page.wait_for_timeout(1500)
         nb.kernel("from medlab.train.run import Run\nfrom medlab.widgets.panel import Panel\nbefore = Run('runs/child').step")
         nb.page.evaluate("() => { const n = window.jupyterapp.shell.currentWidget.content; n.activeCellIndex = 1 }")
         nb.command("notebook:run-cell")
-        until_fate(nb, "fft_fp32", "applied")
+        nb.until_fate("fft_fp32", "applied")
         nb.wait("Run('runs/child').step > before")
         knob(nb, "lr").locator("input[type=text]").fill("99")
         knob(nb, "lr").locator("input[type=text]").press("Escape")
         button(nb, "Pause").click()
-        until_state(nb, "paused")
+        nb.until_state("paused")
         button(nb, "Resume").click()
-        until_state(nb, "running")
+        nb.until_state("running")
         knob(nb, "lr").locator("input[type=text]").fill("3e-4")
         knob(nb, "lr").locator("input[type=text]").press("Enter")
-        until_fate(nb, "lr", "applied")
+        nb.until_fate("lr", "applied")
         assert nb.kernel("print([c.applied_step is not None for c in Run('runs/child').changes()])") == "[True, True]"
         button(nb, "Stop").click()
-        until_state(nb, "stopped")
+        nb.until_state("stopped")
         nb.until("() => document.querySelector('.mp-buttons button').getAttribute('aria-disabled') === 'false'")
         button(nb, "Start").click()
         nb.until("() => /is not one of medlab's/.test(document.querySelector('.mp-trouble').textContent)")

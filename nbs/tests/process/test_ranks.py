@@ -29,7 +29,7 @@ class Half(Toy):
         pick = slice(self.half, self.half + 1) if self.half < 2 else slice(None)
         return [dict(x=v[pick], y=v[pick].sum(1, keepdim=True), case=f"half{i:02}") for i, v in enumerate(x.view(32, 2, 4))]
 
-    def prepare(self, batch, seed): return dict(x=batch["x"].flatten(0, 1), y=batch["y"].flatten(0, 1), case=[c for c in batch["case"] for _ in range(batch["x"].shape[1])])
+    def prepare(self, batch, seed, step): return dict(x=batch["x"].flatten(0, 1), y=batch["y"].flatten(0, 1), case=[c for c in batch["case"] for _ in range(batch["x"].shape[1])])
 
 
 PLANS = {
