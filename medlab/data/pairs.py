@@ -15,9 +15,10 @@ import torch
 
 from ..core import UserError, derive_seed
 from .blur import Degradation, known_depth, take
-from .cases import Check, Split, split_cases
+from .cases import Check
 from .modalities import ByteCache, CaseFault
 from .pair_files import SPLITS, FilePair, PhantomPair, find_pairs, load_pair
+from .split import Split, split_cases
 
 # %% ../../nbs/15_pairs.ipynb #93a00f2b
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ import traitlets
 
 from ..core import UnknownName, UserError, derive_seed, strict
 from ..data.blur import Degradation
-from ..data.cases import Report, Split
+from ..data.cases import Report
 from ..data.images import Image, write_any
 from ..data.pair_files import PhantomPair, find_pairs
 from ..data.pairs import PairDataset, inspect_pairs, split_pairs
+from ..data.split import Split
 from ..losses.frequency import amplitude_phase, charbonnier, fft_loss, l1
 from ..metrics import psnr, ssim
 from ..nets import frequency

@@ -17,11 +17,12 @@ import torch
 import traitlets
 
 from ..core import UnknownName, UserError, derive_seed, strict
-from ..data.cases import Report, Split, split_cases
+from ..data.cases import Report
 from ..data.label_files import Found, LabelledPhantom, find_labelled
 from ..data.labelled import Intensity, inspect_all, label_notes
 from ..data.labels import IGNORE, LabelTable
 from ..data.patches import Augment, PatchDataset
+from ..data.split import Split, split_cases
 from ..data.volume import Volume, write_volume
 from ..losses.segmentation import SurfaceTerm, ce_loss, cldice_loss, dice_loss, supervised
 from ..metrics import label_scores
@@ -40,6 +41,7 @@ class SegmentationKnobs(Knobs):
 
 
     def together(self):
+        "A loss must be left, see `Knobs.together`."
         if not any(getattr(self, k) for k in WEIGHTS): raise UserError(f"{', '.join(WEIGHTS)} are all 0: there is no loss to learn from; leave one of them above 0")
 
 

@@ -24,8 +24,8 @@ def batch(
     value:float=math.nan,  # NaN, ±Inf, or a finite number that is absurd
 ) -> Plan:
     "One bad element in an input or a target, after all checks of the data."
-    def _prepare(before, due, b, seed):
-        made = before(b, seed)
+    def _prepare(before, due, b, seed, step):
+        made = before(b, seed, step)
         if key not in made: raise UnknownName("tensor of the batch", key, made)
         return {**made, key: spoil(made[key], value)} if due() else made
 

@@ -146,6 +146,7 @@ def go_on(
         restore(trainer, state)
         for part in ("guards", "feed"): getattr(trainer, part).load(state.get(part))  # absent in runs made before
     else: trainer.knobs.put(stored["knobs"])
+    trainer.controls.enforce()
     trainer.event("resume", f"going on after step {trainer.number}" + ("" if state else " (no checkpoint was written)"))
     if differ := differing(trainer.recipe, stored["recipe"][2]): trainer.event("config", f"the recipe is not the stored one: {', '.join(f'{k} {a} → {b}' for k, (a, b) in differ.items())}", "warning", **differ)
     ask_again(trainer, trainer.run.changes(), "resume", trainer.number)

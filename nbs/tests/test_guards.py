@@ -197,15 +197,15 @@ def test_memory_runs_out_while_a_batch_is_prepared(make):
     t, calls = make("scarce"), []
     prepare = t.recipe.prepare
 
-    def once(batch, seed):
+    def once(batch, seed, step):
         calls.append(1)
         if len(calls) == 2: raise MemoryError
-        return prepare(batch, seed)
+        return prepare(batch, seed, step)
 
     t.recipe.prepare = once
     t.fit(4, progress=False)
     assert bits(t) == bits(whole) and t.run.events("oom")[0].data["where"] == "data"
-    t.recipe.prepare = lambda batch, seed: (_ for _ in ()).throw(MemoryError())
+    t.recipe.prepare = lambda batch, seed, step: (_ for _ in ()).throw(MemoryError())
     with pytest.raises(RunFailed, match="twice; smaller samples"): t.fit(1, progress=False)
 
 
@@ -223,7 +223,7 @@ def test_a_step_that_is_interrupted_was_never_made(make, where):
         if len(calls) == 6: raise Interrupt
 
     prepare, losses = t.recipe.prepare, t.step.losses
-    if where == "data": t.recipe.prepare = lambda batch, seed: once() or prepare(batch, seed)
+    if where == "data": t.recipe.prepare = lambda *a: once() or prepare(*a)
     if where == "forward": t.step.losses = lambda m, b: once() or losses(m, b)
     if where == "backward": t.model[0].weight.register_hook(once)
     with pytest.raises(Interrupt): t.fit(8, progress=False)
