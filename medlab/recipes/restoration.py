@@ -36,7 +36,6 @@ class RestorationKnobs(Knobs):
     norm_fp32 = traitlets.Bool(True, help="hand-written norms in float32; off: in the type that they are given").tag(off=False, concern="numerics")
     fft_loss_norm = traitlets.Enum(("none", "size", "ortho"), "none", help="what the spectrum in the loss is divided by: 1, the number of voxels N, or √N").tag(off="none", concern="loss")
     fft_weight = Real(0.1, 0, 1e6, help="weight of the frequency loss").tag(off=0.0, concern="loss")
-    checkpointing = traitlets.Bool(False, help="recompute activations in the backward pass: less memory, more time").tag(off=False, concern="memory")
 
 
 REMEDIES = (
@@ -45,7 +44,6 @@ REMEDIES = (
     Fix("norm_eps", dict(norm_eps=1e-4), dict(norm_eps=1e-5), "prevents underflow of small variances", "does nothing for the transforms"),
     Fix("norm_fp32", dict(norm_fp32=True), dict(norm_fp32=False), "prevents overflow of the variance", "ends overflow in the norm, forward above a deviation of 256, backward at large scales"),
     Fix("loss_norm", dict(fft_loss_norm="ortho"), dict(fft_loss_norm="none"), "keeps the loss small", "does nothing for the transforms"),
-    Fix("checkpointing", dict(checkpointing=True), dict(checkpointing=False), "saves memory"),
 )
 
 SWITCHES = dict(fft_fp32=(frequency.set_fft_fp32, frequency.read_fft_fp32), fft_ortho=(frequency.set_fft_ortho, frequency.read_fft_ortho),
@@ -180,14 +178,11 @@ class Restoration(Recipe):
             if read(model) is not None or value != getattr(RestorationKnobs(), knob): bring(model, value)
         elif knob == "fft_loss_norm": self.loss_norm = value
         elif knob == "fft_weight": self.fft_weight = value
-        elif knob == "checkpointing" and (value or hasattr(model, knob)):
-            if not hasattr(model, knob): raise UserError(f"network={self.network!r} cannot recompute its activations; leave checkpointing off, or take fftformer")
-            model.checkpointing = value
 
     def read(self, knob, model, default):
         "Read a knob back from the layers or the loss."
         if knob in SWITCHES: return default if (value := SWITCHES[knob][1](model)) is None else value
-        return {"fft_loss_norm": self.loss_norm, "fft_weight": self.fft_weight, "checkpointing": getattr(model, "checkpointing", default)}[knob]
+        return self.loss_norm if knob == "fft_loss_norm" else self.fft_weight
 
     # what a trained model is for
 

@@ -86,12 +86,12 @@ class Trainer(Loop):
         if threads is not None and not (isinstance(threads, int) and threads >= 1): raise UserError(f"threads={threads!r} must be an integer ≥ 1")
         self.recipe, self.path, self.device = recipe, Path(run), torch_device(device)
         self.threads, self.memory = threads or torch.get_num_threads(), Memory(self.device)
-        self.knobs, self.controls = recipe.Knobs(**recipe.Knobs.check(**{**recipe.initial_knobs(), **knobs})), Controls(self)
+        self.knobs, self.controls = recipe.Knobs(**recipe.Knobs.check(**(given := {**recipe.initial_knobs(), **knobs}))), Controls(self)
         stored = stored_meta(self.path, resume)
         self.info = recipe.setup(stored.get("data", {}).get("split"))
         self.feed = Feed(recipe, self.device)
         self.model, self.optimizer = build(recipe, self.knobs, self.device)
-        if not stored: self.controls.enforce()  # whatever is refused, nothing was written yet
+        if not stored: self.controls.begin(given)  # whatever is refused, nothing was written yet
         made = sinks() if callable(sinks) else sinks
         self.held, self.store = claim(self.path, not resume)
         self.run, self.sinks = Run(self.path), SafeSinks(made, lambda name, text: self.event("sink", f"{name}: {text}", "warning"))

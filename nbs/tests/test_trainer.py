@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from medlab import recipes
 from medlab.core import UserError, generator
 from medlab.train.knobs import Knobs, Real
 from medlab.train.recipe import Recipe
 from medlab.train.run import Run
+from medlab.train.savings import kept_bytes, read_checkpointing
 from medlab.train.trainer import Trainer
 
 
@@ -46,11 +48,11 @@ class Toy(Recipe):
 
 @pytest.fixture
 def make(tmp_path):
-    "Makes trainers in the same directory, and closes them."
+    "Makes trainers, in the same directory where none is named, and closes them."
     made = []
 
-    def make(recipe=None, **kw):
-        made.append(Trainer(recipe or Toy(), tmp_path / "run", threads=1, **kw))
+    def make(recipe=None, name="run", **kw):
+        made.append(Trainer(recipe or Toy(), tmp_path / name, threads=1, **kw))
         return made[-1]
 
     yield make
@@ -154,6 +156,48 @@ def test_knobs_that_live_elsewhere_hold_from_the_start_and_after_a_resume(make):
     t.set(norm_eps=0.125); t.fit(1, progress=False); t.close()
     t = make(resume=True)
     assert state(t) == (0.5, 0.5, 0.1, 0.1) and t.fit(1, progress=False) and t.model[1].eps == 0.125, "the change after the checkpoint is made again"
+
+
+@pytest.mark.parametrize("name", ["FastDDPM", "Restoration", "Segmentation"])
+def test_checkpointing_changes_memory_and_no_bit(make, name):
+    "Switched on, off and on again while it trains, over a stop."
+    def weights(t): return [p.detach().clone() for p in t.model.parameters()]
+
+    def kept(t):
+        (batch,), *_ = t.feed.take(1, 1)
+        return kept_bytes(lambda: t.recipe.losses(t.model, batch)["loss"].sum(), t.model)
+
+    recipe = lambda: (cls := getattr(recipes, name))(**{**cls.tiny, "batch_size": 2})
+    plain = make(recipe()).fit(4, progress=False)
+    bits = weights(plain)
+    plain.close()
+    t = make(recipe(), "switched", checkpointing=True)
+    t.set(at=2, checkpointing=False)
+    t.set(at=3, checkpointing=True)
+    t.fit(3, progress=False).close()
+    t = make(recipe(), "switched", resume=True)
+    assert read_checkpointing(t.model) and t.fit(1, progress=False) and all(map(torch.equal, bits, weights(t)))
+    assert [(c.new, c.verified) for c in t.run.changes()] == [(dict(checkpointing=False), True), (dict(checkpointing=True), True)]
+    less = kept(t)
+    assert t.fixes["checkpointing"].off().state == "pending" and t.fit(1, progress=False) and less < 0.8 * kept(t)
+
+
+def test_checkpointing_of_networks_that_have_it_or_cannot(make):
+    @dataclass
+    class Built(Toy):
+        def build_model(self):
+            net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+            net.use_checkpoint = True  # as MONAI's networks have it
+            return net
+
+    t = make(Built(), "built")
+    assert t.knobs.checkpointing and t.model.use_checkpoint, "what the network was built with stays"
+    assert not make(Built(), "off", checkpointing=False).model.use_checkpoint, "unless it was asked otherwise"
+    with pytest.raises(UserError, match="Sequential has no block whose activations could be computed again"): make(Toy(), "never", checkpointing=True)
+    t = make(Toy(), "toy")
+    assert not (t.path.parent / "never").exists()
+    t.set(checkpointing=True)
+    assert t.fit(2, progress=False).run.changes()[0].state == "reverted" and not t.knobs.checkpointing
 
 
 def test_weight_decay_that_the_optimizer_lacks(make):

@@ -23,6 +23,7 @@ body[data-jp-theme-light="false"] .medlab-panel { --mp-brand: #64b5f6; --mp-on: 
 .medlab-panel :focus { outline: none }
 .medlab-panel :focus-visible { outline: 2px solid var(--mp-brand); outline-offset: 1px }
 .medlab-panel [hidden] { display: none !important }
+.medlab-panel [inert] { opacity: .5 }
 .mp-ok { color: var(--mp-ok) } .mp-warn { color: var(--mp-warn) } .mp-bad { color: var(--mp-bad) } .mp-brand { color: var(--mp-brand) } .mp-muted { color: var(--mp-muted) }
 .mp-cut { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; min-width: 0 }
 .mp-head { padding: 10px 12px 0 }
@@ -192,7 +193,7 @@ function tail(info) {  // near 1 the distance from 1 is what counts: 0.9, 0.99, 
 // ---- the panel ----
 
 function render({ model, el }) {
-  const S = { spec: null, head: {}, can: {}, doing: "", values: {}, fates: {}, mine: {}, rows: new Map(), fixes: [], groups: [], lines: new Map(), items: new Map(), kept: [], more: false, heard: 0, silent: false, folded: {}, aside: "" };
+  const S = { spec: null, head: {}, can: {}, doing: "", values: {}, fates: {}, mine: {}, rows: new Map(), fixes: [], groups: [], lines: new Map(), items: new Map(), kept: [], more: false, heard: 0, silent: false, dead: false, folded: {}, aside: "" };
   const root = make("div", "medlab-panel", undefined, { role: "group", "aria-label": "Panel of a run", "data-lm-suppress-shortcuts": "true" }), style = make("style", "", CSS);
   root.addEventListener("keydown", e => e.stopPropagation());
   const words = () => Math.random().toString(36).slice(2, 12), timers = new Set();
@@ -211,10 +212,10 @@ function render({ model, el }) {
   head.append(title, bar, facts);
 
   function drawHead() {
-    const h = S.head, target = h.target !== null && h.target < ENDLESS ? h.target : null, fp16 = h.precision === "fp16", shown = S.silent ? "no word" : h.state ?? "";
+    const h = S.head, target = h.target !== null && h.target < ENDLESS ? h.target : null, fp16 = h.precision === "fp16", shown = S.dead ? "cut off" : S.silent ? "no word" : h.state ?? "";
     say(name, S.spec?.name ?? "", S.spec?.name ?? "");
-    say(word, shown, S.silent ? `the kernel has sent nothing for ${Math.round(QUIET / 1000)} s: it may be gone, or this page is cut off. The run was ${h.state ?? "not known"} then` : { killed: "the process ended without a word", starting: "a process of its own is starting" }[h.state] ?? "");
-    state.className = "mp-state mp-" + (S.silent ? "muted" : TONE[h.state] ?? "muted"); root.dataset.state = h.state ?? "";
+    say(word, shown, S.dead ? "the kernel of this panel is gone; a run in a process of its own trains on" : S.silent ? `the kernel has sent nothing for ${Math.round(QUIET / 1000)} s: it may be gone, or this page is cut off. The run was ${h.state ?? "not known"} then` : { killed: "the process ended without a word", starting: "a process of its own is starting" }[h.state] ?? "");
+    state.className = "mp-state mp-" + (S.dead || S.silent ? "muted" : TONE[h.state] ?? "muted"); root.dataset.state = h.state ?? "";
     done.style.width = target && h.step !== null ? `${Math.min(100, 100 * h.step / target)}%` : "0";
     if (target) { bar.setAttribute("aria-valuemax", target); bar.setAttribute("aria-valuenow", h.step ?? 0) } else { bar.removeAttribute("aria-valuemax"); bar.removeAttribute("aria-valuenow") }
     say(fact.step.value, whole(h.step) + (target ? ` / ${short(target)}` : ""), target ? `step ${whole(h.step)} of ${whole(target)}` : `step ${whole(h.step)}, no last step`);
@@ -642,6 +643,7 @@ function render({ model, el }) {
   function onMessage(m) {
     S.heard = Date.now(); root.dataset.messages = Number(root.dataset.messages ?? 0) + 1;
     if (S.silent) { S.silent = false; drawHead() }
+    if (S.dead) cut(false);
     if (Object.hasOwn(hear, m?.t)) hear[m.t](m);
   }
 
@@ -649,6 +651,14 @@ function render({ model, el }) {
     ask("hello");
     if (again) later(() => { if (!S.spec && root.isConnected) hello(again - 1) }, 3000);
   }
+
+  function cut(off) {  // the kernel that this panel belonged to is gone: nothing that is pressed here could reach anybody
+    S.dead = off; root.dataset.dead = off;
+    for (const e of [buttons, last, restore, fixes.body, knobs.body, older]) e.inert = off;
+    remark(off ? "The kernel of this panel is gone. Run its cell again." : "", off ? "warn" : "muted");
+    drawHead();
+  }
+  const onComm = () => { if (model.comm_live !== true) cut(true) };
 
   const watch = setInterval(() => {
     if (S.heard && Date.now() - S.heard > QUIET && !S.silent) { S.silent = true; drawHead() }
@@ -658,9 +668,9 @@ function render({ model, el }) {
   root.append(head, buttons, until, restore, trouble, note, fixes.box, knobs.box, log.box);
   el.append(style, root);
   drawHead(); drawButtons(); sift();
-  model.on("msg:custom", onMessage);
+  model.on("msg:custom", onMessage); model.on("comm_live_update", onComm);
   hello();
-  return () => { model.off("msg:custom", onMessage); clearInterval(watch); for (const t of timers) clearTimeout(t) };
+  return () => { model.off("msg:custom", onMessage); model.off("comm_live_update", onComm); clearInterval(watch); for (const t of timers) clearTimeout(t) };
 }
 
 export default { render };

@@ -86,6 +86,8 @@ def test_a_process_outlives_its_kernel(notebook):
     nb.wait("run.step > 10", 60)
     first = json.loads(nb.kernel("print(__import__('json').dumps([run.environment['pid'], run.step]))"))
     nb.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    nb.until("() => { const p = document.querySelector('.medlab-panel'); return p.dataset.dead === 'true' && p.querySelector('.mp-buttons').inert && p.querySelector('.mp-said').innerText.includes('Run its cell again') }")  # what is pressed now would reach nobody
+    shot(nb, "dead.png")
     nb.kernel("from medlab import Lab, Run; import numpy as np; run = Run('runs/long'); assert 'trainer' not in globals()")
     nb.page.evaluate("() => { const nb = window.jupyterapp.shell.currentWidget.content; nb.activeCellIndex = 2; window.jupyterapp.commands.execute('notebook:run-cell') }")
     nb.until_state("running")
