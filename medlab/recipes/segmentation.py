@@ -20,7 +20,7 @@ from ..core import UnknownName, UserError, derive_seed, strict
 from ..data.cases import Report
 from ..data.label_files import Found, LabelledPhantom, find_labelled
 from ..data.labelled import Intensity, inspect_all, label_notes
-from ..data.labels import IGNORE, LabelTable
+from ..data.labels import IGNORE, LabelTable, Overlaid
 from ..data.patches import Augment, PatchDataset
 from ..data.split import Split, split_cases
 from ..data.volume import Volume, write_volume
@@ -230,11 +230,11 @@ class Segmentation(Recipe):
     def previews(self): "Held-out cases."; return {n: (n,) for n in self.split.shown}
 
     def preview(self, model, name):
-        "The image, its labels as they are predicted now, and as they are; unknown voxels are shown as background."
+        "The image; with the labels over it as they are predicted now; and with those of its mask."
         whole = self.data([name]).whole(0)
-        truth = self.table.decode(np.where(whole.label == IGNORE, 0, whole.label))
-        shown = dict(image=whole.image[0].numpy(), prediction=segment(self, model, whole).data, truth=truth)
-        return {k: Volume(x.astype(np.float32), whole.like.affine, k, whole.like.grid) for k, x in shown.items()}
+        image, truth = Volume(whole.image[0].numpy(), whole.like.affine, name, whole.like.grid), whole.label.numpy()
+        names = {c: self.table.name(c) for c in range(1, len(self.table))} | ({IGNORE: "unknown"} if (truth == IGNORE).any() else {})
+        return dict(image=image, prediction=Overlaid(image, classes_of(probabilities(self, model, whole.image)), names), truth=Overlaid(image, truth, names))
 
     def score(self, model, name, **options): "Dice, HD95 and surface Dice, see `score`."; return score(self, model, name, **options)
 

@@ -145,7 +145,7 @@ class Use:
     def preview(self,
         model:torch.nn.Module,  # in evaluation mode
         *choice,  # arguments of one of `previews`
-    ) -> dict:  # column → `Volume` or `Image`, on one grid: what goes in, "prediction", and "truth" where it is known
+    ) -> dict:  # column → `Volume`, `Image` or `Overlaid`, on one grid: what goes in, "prediction", and "truth" where it is known
         "One case as it is predicted now, beside what it should be."
         raise UserError(f"the recipe {self.name!r} has no preview")
 

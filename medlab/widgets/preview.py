@@ -119,13 +119,13 @@ class Preview(W.VBox):
         return step
 
     def show(self,
-        columns:dict,  # name → `Volume`, `Image` or array, on one grid
+        columns:dict,  # name → `Volume`, `Image`, array or `Overlaid`, on one grid
     ):
         "Put columns on view; where grid and names are those on view, only what differs crosses to the page."
         known = self.viewer and [c["name"] for c in self.viewer._scene["volumes"]]
         try:
             if known != list(columns): raise UserError("other columns")
-            for name, volume in columns.items(): self.viewer.update(volume, name)
+            for name, thing in columns.items(): self.viewer.update(thing, name)
         except UserError: self._replace(columns)
 
     def _replace(self, columns):

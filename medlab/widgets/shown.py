@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core import UnknownName, UserError
 from ..data.images import Image, read_any
+from ..data.labels import Overlaid
 from ..data.volume import Volume, same_grid
 from ..pictures import PLANES
 
@@ -71,6 +72,7 @@ class Shown:
     flat:bool = False  # a 2D image
     name:str = ""
     notes:tuple = ()
+    over:Overlaid = None  # labels that are drawn over it
 
 
 def _plain_array(a, name):
@@ -84,10 +86,11 @@ def _plain_array(a, name):
 
 
 def as_shown(
-    thing,  # array, tensor, `Volume`, `Image` or path
+    thing,  # array, tensor, `Volume`, `Image`, path, or `Overlaid`
     name:str="",  # for messages and above the column
 ) -> Shown:
     "What a viewer can show of a thing; raises `UserError` for what is none."
+    if isinstance(thing, Overlaid): return replace(as_shown(thing.volume, name), over=thing)
     if isinstance(thing, (str, Path)): thing = read_any(thing, finite=False)
     own = getattr(thing, "name", None) if isinstance(thing, (Volume, Image)) else ""
     a = _plain_array(thing.data if isinstance(thing, (Volume, Image)) else thing, name or own or "volume")

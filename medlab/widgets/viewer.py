@@ -23,7 +23,7 @@ from PIL import Image as Pillow
 from ..core import UnknownName, UserError, optional
 from ..data.volume import Volume
 from .codes import Codes, Feed, encode, mend_kernel
-from .shown import PRESETS, Shown, as_labels, as_shown, first_windows, geometry, legend, percentile_window, read_columns, refuse_other_grid, section, strides
+from .shown import COLORS, PRESETS, Shown, as_labels, as_shown, first_windows, geometry, legend, percentile_window, read_columns, refuse_other_grid, section, strides
 
 # %% ../../nbs/50_viewer.ipynb #dc280d57
 BAD = (0, 255, 0)  # colour of NaN and Inf
@@ -163,6 +163,11 @@ def _overlay(viewer, data, name, at, labels, colors, on):
 def _put(items, at, item): return [*items[:at], item, *items[at + 1:]]
 
 # %% ../../nbs/50_viewer.ipynb #fab7e95c
+def _cover(viewer, shown):
+    "Draw the labels that a column brought along, in colours that are the same in every column."
+    if o := shown.over: viewer.set_overlay(o.labels, shown.name or "labels", o.names, {k: COLORS[(k - 1) % len(COLORS)] for k in o.names}, on=shown.name or None)
+
+
 class Viewer(anywidget.AnyWidget):
     "Volumes in linked planes; raises `UserError` for what cannot be shown together."
     _esm = (files("medlab.widgets") / "static" / "viewer.js").read_text("utf-8")
@@ -183,7 +188,7 @@ class Viewer(anywidget.AnyWidget):
     radiological = T.Bool(False).tag(sync=True)  # patient's right on the left
 
     def __init__(self,
-        volume,  # array or tensor (z, y, x), (c, z, y, x) or (y, x); `Volume`, `Image`, path; or a list or dict of these, side by side
+        volume,  # array or tensor (z, y, x), (c, z, y, x) or (y, x); `Volume`, `Image`, path, `Overlaid`; or a list or dict of these, side by side
         mask=None,  # labels 0…255 (z, y, x), or dict name → labels; None: no overlay
         names=None,  # name of each volume; None: its own
         spacing=None,  # voxel size (z, y, x) of plain arrays, mm; None: unknown
@@ -213,6 +218,7 @@ class Viewer(anywidget.AnyWidget):
         mend_kernel()
         self._feed = Feed(self.send, lambda: _seen(self))
         for _, codes in made: self._feed.put(codes)
+        for c in columns: _cover(self, c)
         for name, m in (mask if isinstance(mask, dict) else {} if mask is None else {"mask": mask}).items(): self.set_overlay(m, name, labels, colors, opacity)
         self.on_msg(lambda _, content, buffers: self._feed.answer(content))
 
@@ -233,6 +239,7 @@ class Viewer(anywidget.AnyWidget):
             windows = self.windows if old else (*self.windows, self.windows[0] if self.linked else entry["auto"])
             with self.hold_sync(), self.hold_trait_notifications(): self._scene, self.windows = {**self._scene, "volumes": _put(volumes, at, entry)}, windows
             self._feed.put(codes)
+        _cover(self, replace(shown, name=entry["name"]))
 
     def set_overlay(self,
         mask,  # labels 0…255 (z, y, x), on the same grid

@@ -311,10 +311,12 @@ INTERRUPTED = """
 import sys; sys.path.insert(0, {tests!r})
 from test_trainer import Toy, Trainer
 t = Trainer(Toy(pace={pace}), {run!r}, threads=1)
-print("go", flush=True)
+losses, stop = t.step.losses, t.stop
+t.step.losses = lambda *a: print("step", flush=True) or losses(*a)
+t.stop = lambda: print("heard", flush=True) or stop()
 try: t.fit(10**6, progress=False)
 except KeyboardInterrupt: print("interrupted")
-t.recipe.pace = 0
+t.recipe.pace, t.step.losses = 0, losses
 print(t.run.state, len(t.run.checkpoints()), t.fit(2, progress=False).run.state)
 """
 
@@ -324,7 +326,9 @@ def test_ctrl_c(tmp_path, pace, times, expected):
     "The first stops between two steps and saves, the second interrupts at once; then it can go on."
     code = INTERRUPTED.format(tests=str(__file__).rsplit("/", 1)[0], pace=pace, run=str(tmp_path / "run"))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "go\n"
-    time.sleep(0.5)
-    for _ in range(times): process.send_signal(signal.SIGINT); time.sleep(0.3)
-    assert process.communicate(timeout=60)[0].strip() == expected
+    for word in ("step", "heard")[:times]:
+        while process.stdout.readline() != f"{word}\n": assert process.poll() is None
+        time.sleep(0.2)  # whoever said so has gone on meanwhile
+        process.send_signal(signal.SIGINT)
+    said = [l for l in process.communicate(timeout=60)[0].splitlines() if l not in ("step", "heard")]
+    assert "\n".join(said) == expected
