@@ -201,7 +201,7 @@ def _stack(path, slices):
         return normal * size, [f"a single slice; its size across ({size:g} mm) comes from {source}"]
     step = _step(path, slices)
     gap, notes = float(step @ normal), []
-    if (uneven := _unevenness(np.array([s.position for s in slices]), normal)) > 0.01: notes.append(f"positions differ by up to {uneven * gap:.2g} mm from even spacing, which was taken: they were rounded")
+    if (uneven := _unevenness(np.array([s.position for s in slices]), normal)) > 0.01: notes.append(f"positions differ by up to {uneven * gap:.2g} mm from even spacing, which was taken; rounding does that")
     if thick and abs(thick - gap) > 0.01 * gap: notes.append(f"slices are {gap:.4g} mm apart and {thick:.4g} mm thick: they {'overlap' if thick > gap else 'leave gaps'}; the spacing is the distance of their positions")
     tilt = float(np.degrees(np.arccos(min(1, gap / np.linalg.norm(step)))))
     if tilt > 0.1: notes.append(f"the stack is sheared by {tilt:.1f}° (gantry tilt); the affine keeps it, {gap:.4g} mm between slices along their normal")
