@@ -158,6 +158,18 @@ def _entry(path, i, row):
     return LabelledCase(str(row.get("case") or re.sub(r"_0000$", "", _stem(images[0]))), tuple(images), label, split, fault)
 
 
+def _entries(path, rows):
+    "The rows of a list as cases; what is wrong with several of them is said of all."
+    cases, wrong = [], []
+    for i, row in enumerate(rows, 1):
+        try: cases.append(_entry(path, i, row))
+        except UserError as e: wrong.append(e)
+    texts = list(dict.fromkeys(map(str, wrong)))
+    if len(texts) == 1: raise wrong[0]
+    if wrong: raise UserError(f"{path}: {len(texts)} mistakes: " + "; ".join(t.removeprefix(f"{path}: ") for t in texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else ""))
+    return cases
+
+
 def _rows(path):
     "(rows, what else a list says)"
     if path.suffix.lower() == ".csv":
@@ -194,7 +206,7 @@ def find_labelled(
     if series or root.is_file() and (is_volume(root) or is_dicom(root)): cases = [LabelledCase(_stem(root), (root,))]
     elif said.suffix.lower() in (".csv", ".json") and said.is_file() and (root.is_file() or not pair or "training" in header):
         rows, header = _rows(said)
-        cases = [_entry(said, i, r) for i, r in enumerate(rows, 1)]
+        cases = _entries(said, rows)
     elif root.is_file(): raise UserError(f"{root}: is neither a list (.csv, .json) nor a volume ({', '.join(NIFTI)}, DICOM)")
     else: cases = [*_in_folders(*pair)] if pair else [*_in_folders(root, None)]
     if not cases and root.is_file(): raise UserError(f"{root} holds no entry; every entry needs image and label")
