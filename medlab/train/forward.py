@@ -77,7 +77,7 @@ class Forward(Ledger):
         names, why, sound = blame(batch, bad)
         found = self._again(i, batch) if sound else None
         seen = dict(where=found.where, module=found.module) if found else {}
-        self.report("drop", f"step {self.number}: the forward pass gave a non-finite loss for {', '.join(map(str, names))}; the loss is averaged over the others; {why}" + (f": {found.text}" if found else ""),
+        self.report("drop", f"step {self.number}: the forward pass gave a non-finite loss for {', '.join(map(str, names))}; {'the loss is averaged over the others' if len(bad) < _size(batch) else 'no other sample is in the micro-batch'}; {why}" + (f": {found.text}" if found else ""),
             cases=names, values={k: [str(v[b].item()) for b in bad] for k, v in out.items()}, **seen)
 
     def _again(self, i, batch):

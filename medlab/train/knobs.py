@@ -61,7 +61,7 @@ class Knobs(traitlets.HasTraits):
     calm_after = traitlets.Int(1000, min=1, help="optimizer steps after the last rung after which every budget of the ladder is whole again").tag(unit="steps", concern="guards")
     drop_looks = traitlets.Int(8, min=0, help="samples with a non-finite loss whose forward pass is made again to name the module, in 1,000 steps at most").tag(unit="looks", off=0, concern="guards")
     zero_alarm = traitlets.Int(20, min=1, allow_none=True, help="steps in a row with a gradient of exactly zero at which the alarm is raised").tag(unit="steps", off=None, concern="guards")
-    case_budget = traitlets.Int(3, min=1, allow_none=True, help="faults after which a case is left out; None: never").tag(unit="faults", off=None, concern="guards")
+    case_budget = traitlets.Int(3, min=1, allow_none=True, help="faults after which a case is left out. A fault counts when a later step succeeds, so that a network that fails with every case accuses none. A larger number, or None, takes cases back").tag(unit="faults", off=None, concern="guards")
     checkpointing = traitlets.Bool(False, help="compute the activations of blocks again in the backward pass instead of keeping them: less memory, more time").tag(off=False, concern="memory")
     micro_batch = traitlets.Int(None, min=1, allow_none=True, help="samples in one forward pass, at most; what was loaded for a step is cut to it. None: as loaded. Where memory runs out it is set by the trainer").tag(unit="samples", off=None, concern="memory")
     oom_retries = traitlets.Int(6, min=0, help="times a step is tried again in smaller micro-batches where memory ran out").tag(unit="attempts", off=0, concern="memory")
@@ -75,7 +75,7 @@ class Knobs(traitlets.HasTraits):
     cleanup_seconds = Real(30.0, 0, 1e6, help="between two cleanups, at least").tag(unit="s", concern="memory")
     cleanup_batches = traitlets.Int(5, min=1, help="steps between two cleanups, at least").tag(unit="steps", concern="memory")
     leak_alarm = Real(0.5, 0, 1e6, help="growth of memory in each of two windows of 1,024 steps at which the alarm is raised").tag(unit="GB", off=0.0, concern="memory")
-    max_skips = traitlets.Int(50, min=1, help="consecutive skipped steps after which training stops with a diagnosis").tag(unit="steps", concern="loss scale")
+    max_skips = traitlets.Int(50, min=1, help="skipped steps in a row after which training stops with a diagnosis; they are counted anew after every rung of the ladder").tag(unit="steps", concern="loss scale")
 
     def __init__(self,
         **values,  # knob → value, validated

@@ -61,7 +61,7 @@ class Ledger:
         self.flush()
         self.lr, self.parts, text = float(self.lr), {k: float(v) for k, v in self.parts.items()}, no_gradient(self.optimizer)
         self.buffers.restore()
-        self.where = "after"
+        self.where, self.cut = "after", True
         self._row(self.parts["loss"] / samples, 0.0, None, None, True, samples)
         if not self.skips: self.report("no_gradient", f"step {self.number}: {text}", error=True)
         self._skipped(text)

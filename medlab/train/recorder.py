@@ -67,6 +67,7 @@ class Recorder:
     def _report(self, kind, text, **data):
         if self.said is None:
             self.event(kind, text, "error" if data.pop("error", False) else "warning", self.step.number, **data)
+            if kind in ("skip", "drop"): self.guards.why[kind] = text
             if kind == "drop" and data.get("where") != "none":  # what was gone at the second look is not the case's fault
-                for case in data["cases"]: self.guards.blame(str(case), "the forward pass gave a non-finite loss")
+                for case in data["cases"]: self.guards.cases.suspect(str(case), "the forward pass gave a non-finite loss", self.step.number)
         else: self.said.append((kind, text, data))  # an attempt that may yet be taken back

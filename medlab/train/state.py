@@ -142,6 +142,7 @@ def go_on(
     "Take up a run where its newest whole checkpoint was written."
     state, passed = trainer.checkpoints.newest(trainer.device)
     for reason in passed: trainer.event("checkpoint", reason, "error")
+    if passed and not state: raise UserError(f"none of the {len(passed)} checkpoints of {trainer.path} can be read, such as {passed[-1]}; going on would begin at step 0 and put other steps in the place of those that were recorded: bring the checkpoints back, or start a new run")
     if state:
         restore(trainer, state)
         for part in ("guards", "feed"): getattr(trainer, part).load(state.get(part))  # absent in runs made before

@@ -199,7 +199,7 @@ class Trainer(Loop):
     def close(self):
         "Stop, write everything and let go of the run directory."
         self._stop.set()
-        if self.runner != threading.get_ident(): self.busy.acquire(); self.busy.release()
+        if self.runner != threading.get_ident(): self._idle()
         if self.store.closed: return
         self.store.flush()  # hands the last rows to the sinks, whose faults at the end are events still
         for part in (self.sinks, self.store, self.run): part.close()

@@ -217,8 +217,7 @@ class Viewer(anywidget.AnyWidget):
             planes=(planes,) if isinstance(planes, str) else tuple(planes or [p["name"] for p in scene["panels"]]), radiological=radiological)
         mend_kernel()
         self._feed = Feed(self.send, lambda: _seen(self))
-        for _, codes in made: self._feed.put(codes)
-        for c in columns: _cover(self, c)
+        for c, (_, codes) in zip(columns, made): self._feed.put(codes); _cover(self, c)
         for name, m in (mask if isinstance(mask, dict) else {} if mask is None else {"mask": mask}).items(): self.set_overlay(m, name, labels, colors, opacity)
         self.on_msg(lambda _, content, buffers: self._feed.answer(content))
 

@@ -386,7 +386,7 @@ def test_no_false_alarm(make, precision):
 # a loss that leads nowhere, a batch that is too small, a scale that is too low
 
 def test_a_run_whose_loss_lets_go_of_the_model(make):
-    "At the first step it is the user's mistake. Later it is a skip that names the groups, and the ladder decides."
+    "At the first step it is the user's mistake. Later it is a skip that names the groups."
     with faults.plant(t := make("first"), faults.no_gradient(at=1)), pytest.raises(UserError, match="group 0 with 6 tensors"): t.fit(3, progress=False)
     twin = make("twin").fit(4, progress=False)
     t = make("passing")
@@ -398,8 +398,8 @@ def test_a_run_whose_loss_lets_go_of_the_model(make):
     e = t.run.events("no_gradient")[0]
     assert e.level == "error" and "group 0 with 6 tensors" in e.text and t.run.events("diagnosis")[0].data["where"] == "none", "made again it was sound"
     u = make("for good", climb_after=3, max_skips=4, save_every=2)
-    with faults.plant(u, faults.no_gradient(at=5, times=None)), pytest.raises(RunFailed, match="no parameter received a gradient .group 0 with 6 tensors"): u.fit(100, progress=False)
-    assert kinds(u)[:1] == ["roll_back"] and u.run.state == "failed" and len(u.run.events("no_gradient")) >= 1
+    with faults.plant(u, faults.no_gradient(at=5, times=None)), pytest.raises(RunFailed, match="^4 steps in a row were skipped, the last because: .*no parameter received a gradient .group 0 with 6 tensors"): u.fit(100, progress=False)
+    assert not kinds(u) and u.knobs.lr == 1e-2 and u.run.state == "failed" and len(u.run.events("no_gradient")) == 1, "no rung could mend it"
 
 
 def test_a_gradient_of_exactly_zero_raises_the_alarm_and_nothing_else(make):
@@ -508,3 +508,52 @@ def test_cleanup_is_an_event_and_can_be_switched_off(make):
     t.set(cleanup=False)
     t.fit(40, progress=False)
     assert len(t.run.events("memory")) == 3 and "host" in t.manager.log_memory_usage()
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_network_that_fails_with_every_case_accuses_none(make, size):
+    "Its cases are not left out, neither then nor when the network is mended and the run goes on."
+    t = make(recipe=Toy(batch_size=size, batch_norm=False), save_every=4)
+    with faults.plant(t, faults.output("0", at=10, times=None)), pytest.raises(RunFailed, match="in a row were skipped, the last because: .*no good sample.*in the forward pass 0"): t.fit(400, progress=False)
+    assert not t.run.events("quarantine") and not t.guards.cases.out
+    taken = t.step.taken
+    t.close()
+    u = make(recipe=Toy(batch_size=size, batch_norm=False), resume=True).fit(30, progress=False)
+    assert u.run.state == "done" and u.step.taken >= taken + 29 and not u.run.events("quarantine")
+
+
+def test_a_run_that_diverges_accuses_no_case(make):
+    t = make(recipe=Toy(batch_norm=False, optimizer="SGD"), lr=10.0)
+    with pytest.raises(RunFailed): t.fit(600, progress=False)
+    assert not t.run.events("quarantine") and not t.guards.cases.out
+
+
+def test_cases_that_are_all_left_out_end_the_run_and_can_be_taken_back(make):
+    class Moody(Toy):
+        "Fails with every case in every other step."
+        calls = 0
+        def losses(self, model, batch):
+            self.calls += 1
+            return {k: v * (torch.nan if self.calls % 2 else 1.0) for k, v in super().losses(model, batch).items()}
+
+    t = make(recipe=Moody(batch_norm=False), drop_looks=0)
+    with pytest.raises(RunFailed, match="no sample is left to train on: 64 cases are in quarantine, such as toy00 .*case_budget, or None, takes them back"): t.fit(1000, progress=False)
+    assert len(t.guards.cases.out) == 64 and t.run.state == "failed"
+    t.close()
+    u = make(recipe=Toy(batch_norm=False), resume=True)
+    with pytest.raises(RunFailed, match="no sample is left"): u.fit(20, progress=False)
+    u.close()
+    v = make(recipe=Toy(batch_norm=False), resume=True, case_budget=None)
+    before = v.step.taken
+    assert v.fit(20, progress=False).run.state == "done" and v.step.taken == before + 20
+
+
+def test_checkpoints_that_are_out_of_reach_do_not_begin_the_run_anew(make):
+    t = make(save_every=4).fit(12, progress=False)
+    losses, folder = t.run.metrics("loss")["loss"].value.tolist(), t.path / "checkpoints"
+    t.close()
+    folder.rename(folder.with_name("elsewhere"))
+    with pytest.raises(UserError, match="none of the 3 checkpoints of .* can be read, such as .*is missing.*; going on would begin at step 0.*bring the checkpoints back"): make(resume=True)
+    folder.with_name("elsewhere").rename(folder)
+    u = make(resume=True)
+    assert u.number == 12 and u.run.metrics("loss")["loss"].value.tolist() == losses and len(u.run.checkpoints()) == 3

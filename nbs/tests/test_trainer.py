@@ -288,7 +288,7 @@ def test_parts_that_come_and_go_stay_in_their_columns(make):
 
 
 def _empty():
-    from medlab.train.feed import Batch, Fault
+    from medlab.train.loading import Batch, Fault
     return Batch(None, [], [Fault("toy", "unreadable")] * 8)
 
 
@@ -308,8 +308,9 @@ def test_a_directory_that_is_deleted_while_training(make):
 
 
 INTERRUPTED = """
-import sys; sys.path.insert(0, {tests!r})
+import signal, sys; sys.path.insert(0, {tests!r})
 from test_trainer import Toy, Trainer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 t = Trainer(Toy(pace={pace}), {run!r}, threads=1)
 losses, stop = t.step.losses, t.stop
 t.step.losses = lambda *a: print("step", flush=True) or losses(*a)

@@ -1,6 +1,8 @@
 """Workers that die, readers that raise anything: no sample is lost or comes twice, and every one that is left out is named."""
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -84,3 +86,68 @@ def test_a_worker_that_hangs(tmp_path, whole):
 def test_a_slow_reader_is_no_hung_one(tmp_path, whole):
     with trainer(tmp_path / "run", Toy(workers=1), worker_timeout=5.0) as t, faults.plant(t, faults.hang_worker(index=7, seconds=2.5)): t.fit(STEPS, progress=False)
     assert losses(tmp_path / "run") == whole and not events(tmp_path / "run", "worker", "quarantine")
+
+
+def test_a_stop_is_heard_while_a_worker_hangs(tmp_path, whole):
+    "It was never begun, what was waited for: the run goes on as if nothing had been."
+    with trainer(tmp_path / "run", Toy(workers=2)) as t:
+        with faults.plant(t, faults.hang_worker(index=7, seconds=3600)) as planted:
+            t.start(STEPS)
+            end = time.monotonic() + 60
+            while not planted.fired: assert time.monotonic() < end; time.sleep(0.05)
+            time.sleep(0.5)
+            old = [w.pid for w in t.feed.workers]
+            t.stop()
+            t.wait(30)
+            assert t.run.state == "stopped" and t.number < STEPS and t.run.checkpoints()[-1]["step"] == t.number
+        t.fit(STEPS - t.number, progress=False)
+    assert losses(tmp_path / "run") == whole and not any(os.path.exists(f"/proc/{pid}") for pid in old)
+
+
+def test_a_batch_that_does_not_come_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("medlab.train.loop.PATIENCE", 1.0)
+    with trainer(tmp_path / "run", Toy(workers=1)) as t, faults.plant(t, faults.hang_worker(index=7, seconds=5)): t.fit(STEPS, progress=False)
+    said, = events(tmp_path / "run", "waiting")
+    assert "no batch has come for" in said and "worker_timeout" in said
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, {tests!r})
+import psutil
+from toys import Toy, trainer
+class Cases(list): "What another process must find."
+class Mine(Toy):
+    def dataset(self): return Cases(super().dataset())
+{guard}
+    with trainer({run!r}, Mine(workers=2)) as t:
+        t.start(10**6)
+        while t.number < 3 and t.thread.is_alive(): pass
+        print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
+        t.wait()
+"""
+
+
+def script(folder, guard="if __name__ == '__main__':", text=False):
+    "A script of a user's in a process of its own; as text it is no file, like the cells of a notebook."
+    (file := folder / "mine.py").write_text(code := SCRIPT.format(tests=os.path.dirname(__file__), run=str(folder / "run"), guard=guard))
+    return subprocess.Popen([sys.executable, *(["-c", code] if text else [str(file)])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_no_worker_outlives_a_trainer_that_is_killed(tmp_path):
+    process = script(tmp_path)
+    pids = list(map(int, process.stdout.readline().split()))
+    assert len(pids) >= 3, process.communicate()
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 30
+    while alive := [p for p in pids if os.path.exists(f"/proc/{p}") and open(f"/proc/{p}/stat").read().rpartition(")")[2].split()[0] != "Z"]:
+        assert time.monotonic() < end, alive
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("how,words", [(dict(guard="if True:"), "this script would start training again in each of its loading processes"), (dict(text=True), "Can't get attribute 'Cases'")], ids=["no_guard", "cells"])
+def test_workers_that_cannot_start_are_no_fault_of_the_samples(tmp_path, how, words):
+    process = script(tmp_path, **how)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode and "UserError: a loading process cannot be started: it ended with status 1 before it read anything" in err and words in err, (out, err[-3000:])
+    assert not events(tmp_path / "run", "bad_sample", "quarantine")
