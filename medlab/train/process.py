@@ -29,17 +29,19 @@ def start_process(
     path,  # run directory that nobody trains
     until:int=None,  # number of the last step; None: until it is stopped
     device:str=None, threads:int=None,  # as for `Trainer`; None: as before
+    trust=(),  # see `recipe_of`; these modules are found where this process finds them
 ) -> int:  # its process id
     "Go on with a run in a process of its own; returns at once. Raises `UserError` where a trainer holds the run, and where its recipe is not one of medlab's."
     path, run = Path(path), Run(path)
-    recipe_of(path)
+    recipe_of(path, trust)
     if is_live(path): raise UserError(f"{path} is held by a live trainer (process {run.environment.get('pid', '?')}); stop that one first")
     before = run.environment
-    job = dict(path=str(path), until=until, device=device or before.get("device"), threads=threads or before.get("threads"))
+    job = dict(path=str(path), until=until, device=device or before.get("device"), threads=threads or before.get("threads"), trust=list(trust))
     store, here = Store(path / "run.db"), dict(pid=os.getpid(), host=socket.gethostname(), time=time.time())
     store.set_meta(state="starting", process=here, **({} if until is None else dict(target=until))).result()
+    env = {**os.environ, **(dict(PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path)) if trust else {})}
     with open(path / "process.log", "ab") as log:
-        process = subprocess.Popen([sys.executable, "-c", COMMAND, json.dumps(job)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-c", COMMAND, json.dumps(job)], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     threading.Thread(target=process.wait, name="medlab-process", daemon=True).start()  # it leaves no zombie
     store.set_meta(process=here | dict(pid=process.pid))
     store.close()
@@ -53,21 +55,23 @@ def hand_over(
 ) -> Run:
     "Save, let go of the run directory, and go on in another process; raises `UserError` before anything is closed where that is not possible."
     if trainer.busy.locked(): raise UserError("training runs already; stop() it first, or wait()")
-    recipe_of(trainer.path)
+    module = type(trainer.recipe).__module__
+    if module == "__main__": raise UserError(f"{type(trainer.recipe).__name__} was defined in a notebook or a script, where another process cannot find it; put the class into a module, and import it")
+    recipe_of(trainer.path, (module,))
     if differ := differing(trainer.recipe, trainer.run.meta["recipe"][2]): raise UserError(f"the process would build the recipe as it was stored, and this one differs in {', '.join(differ)}; start a new run")
     if trainer.sinks.sinks: raise UserError("sinks are not taken along; use medlab train with --use-wandb or --tensorboard, or start() without process=True")
     trainer.save()
     trainer.close()
-    start_process(trainer.path, until, str(trainer.device), trainer.threads)
+    start_process(trainer.path, until, str(trainer.device), trainer.threads, () if module.startswith("medlab.") else (module,))
     return Run(trainer.path)
 
 # %% ../../nbs/48_process.ipynb #24450009
 def work(
-    path:str, until:int, device:str, threads:int,  # see `start_process`
+    path:str, until:int, device:str, threads:int, trust=(),  # see `start_process`
 ) -> int:  # exit status: 0, or 1 where it failed
     "What the process does: open the run and train."
     from medlab.train.trainer import Trainer
-    try: trainer = Trainer.open(path, device=device, threads=threads)
+    try: trainer = Trainer(recipe_of(path, trust), path, resume=True, device=device, threads=threads)
     except Exception as e: tell(path, e); return 1
     with trainer: trainer.fit(until=until or 10**12, progress="lines")
     return 0

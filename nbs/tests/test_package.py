@@ -1,6 +1,7 @@
 """The package as an interpreter of its own sees it: quick to import, whole without the extras, honest about names."""
 import importlib
 import pkgutil
+import re
 import shlex
 import subprocess
 import sys
@@ -96,3 +97,11 @@ def test_requirements_are_those_of_settings():
     base = {r.split(";")[0] for r in requires("medlab") if "extra ==" not in r}
     assert len(base) == len(shlex.split(settings()["requirements"])), "settings.ini has changed since the installation: pip install -e ."
     assert any(r.startswith("torch") for r in base) and not any(r.startswith(("ipykernel", "wandb", "nbdev")) for r in base)
+
+
+def test_the_network_of_ones_own_in_the_readme(tmp_path):
+    "The example as it stands there, as a script."
+    text = (ROOT / "README.md").read_text("utf-8")
+    code, = [c for c in re.findall(r"```python\n(.*?)```", text, re.S) if "class Mine" in c]
+    fresh(code, cwd=tmp_path)
+    assert medlab.Run(tmp_path / "runs/mine").step == 20
