@@ -96,7 +96,7 @@ class Controls:
                 c.state, c.verified = "applied", True
                 self.trainer.mailbox.finish(c)
                 self.trainer.store.set_meta(values=self.trainer.knobs.values())
-                self.trainer.event("change", f"step {c.applied_step}: {', '.join(f'{k} {c.old[k]} → {c.new[k]}' for k in c.new)}", source=c.source)
+                self.trainer.event("change", f"step {c.applied_step}: {', '.join(f'{k} {c.old[k]} → {c.new[k]}' for k in c.new)}", at=c.applied_step, source=c.source)
 
     def obey(self,
         command:str,  # name of a method of the trainer
@@ -113,7 +113,7 @@ class Controls:
         change.state, change.verified, change.reason = "reverted", False, reason
         self.trainer.mailbox.finish(change)
         self.trainer.store.set_meta(values=self.trainer.knobs.values())
-        self.trainer.event("revert", f"step {change.applied_step}: {change.requested} was reverted: {reason}", "warning", source=change.source)
+        self.trainer.event("revert", f"step {change.applied_step}: {change.requested} was reverted: {reason}", "warning", change.applied_step, source=change.source)
 
 
 def same(
@@ -130,7 +130,7 @@ def recompute(
 ):
     "Bring the knob `checkpointing` into a network, see `set_checkpointing`; raises `UserError` where there is nothing to switch."
     if read_checkpointing(model) != on and not set_checkpointing(model, on):
-        raise UserError(f"{type(model).__name__} has no block whose activations could be computed again; leave checkpointing off, call the classes of its blocks …Block (ResBlock, ConvBlock, TransformerBlock), or give it an attribute `checkpointing` that it obeys")
+        raise UserError(f"{type(model).__name__} has no block whose activations could be computed again; leave checkpointing off, call the classes of its blocks …Block (ResBlock, ConvBlock, TransformerBlock), give it an attribute `checkpointing` that it obeys, or name them in build_model: set_checkpointing(model, True, blocks=(Block,)) of medlab.train.savings")
 
 
 def set_weight_decay(

@@ -23,7 +23,7 @@ def exact_norm(
     named = list(named)
     for name, g in named:
         n = int((~torch.isfinite(g)).sum())
-        if n: return math.nan, f"gradient of {name!r} holds {n} non-finite of {g.numel()} values ({int(torch.isnan(g).sum())} NaN)"
+        if n: return math.nan, f"gradient of {name!r} holds {n} non-finite of {g.numel()} values ({(nan := int(torch.isnan(g).sum()))} NaN, {n - nan} Inf)"
     return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in named]).norm().item(), None
 
 

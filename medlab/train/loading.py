@@ -71,7 +71,7 @@ def not_finite(
     for name, x in item.items():
         if not torch.is_tensor(x) or not x.is_floating_point() or math.isfinite(x.sum().item()): continue
         bad = ~torch.isfinite(x)
-        if n := int(bad.sum()): return f"{name!r} {tuple(x.shape)} holds {n} non-finite values ({int(torch.isnan(x).sum())} NaN), the first at {tuple(bad.nonzero()[0].tolist())}"
+        if n := int(bad.sum()): return f"{name!r} {tuple(x.shape)} holds {n} non-finite values ({(nan := int(torch.isnan(x).sum()))} NaN, {n - nan} Inf), the first at {tuple(bad.nonzero()[0].tolist())}"
 
 
 class Guarded(Dataset):

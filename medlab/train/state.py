@@ -80,7 +80,7 @@ def restore(
         k = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
         raise UserError(f"the checkpoint is of another network: {len(k)} tensors differ, the first is {k[0]!r} ({theirs.get(k[0], 'absent')} in the checkpoint, {own.get(k[0], 'absent')} in the model)")
     own, theirs = (o["param_groups"][0].keys() if o["param_groups"] else () for o in (trainer.optimizer.state_dict(), state["optimizer"]))
-    if own != theirs: raise UserError(f"the checkpoint is of another optimizer than {type(trainer.optimizer).__name__}: its settings are {', '.join(sorted(theirs))}")
+    if own != theirs: raise UserError(f"the checkpoint is of another optimizer than {type(trainer.optimizer).__name__}: it has the settings {', '.join(sorted(theirs))}, and not {', '.join(sorted({*own} - {*theirs})) or 'others'}; take the optimizer that the run began with")
     if state["seed"] != trainer.recipe.seed: raise UserError(f"the run has seed {state['seed']}, the recipe {trainer.recipe.seed}; order and noise follow from it, so take the run's")
     trainer.model.load_state_dict(state["model"])
     kept = [{k: g[k] for k in ("lr", "fused") if k in g} for g in trainer.optimizer.param_groups]  # these belong to the device

@@ -49,6 +49,7 @@ class Step(Forward):
         self.base, self.weight = derive_seed(seed, "step") >> 32 << 31, None
         self.where, self.average, self.taken, self.skips, self.number, self.names, self.audited = "after", None, 0, 0, 0, ("loss", *TELEMETRY), False
         self.probing = self.observed = None  # whether to look at the autocast type in force, and what was seen
+        self.given, self.foreign = None, False  # learning rate of the first group in the last step; whether it was seen to be another since
         self.look, self.looked = None, deque()  # function (step, i, micro-batch) → what a second look at a non-finite loss showed; steps in which it was asked
         self.least = 1  # samples in a forward pass, as far as it is known; more where a normalization over the batch has failed with fewer
         self.ranks = Ranks.here(device)  # None: this process trains alone
@@ -77,8 +78,12 @@ class Step(Forward):
     def flush(self): "Record every step made so far; here each one is recorded as it is made."
 
     def _set_lr(self):
-        self.lr = self.rate(self.taken)
+        self.lr, first = self.rate(self.taken), self.optimizer.param_groups[0]
+        if self.given is not None and first["lr"] != self.given and not self.foreign:
+            self.foreign = True
+            self.report("lr", f"step {self.number}: somebody else has set the optimizer's learning rate to {float(first['lr']):.4g}; it is {self.lr:.4g} again, as the knob lr and its schedule say. This is said once")
         for g in self.optimizer.param_groups: g["lr"] = self.lr * g.get("lr_scale", 1.0)
+        self.given = first["lr"]
 
     def _micro(self, i, batch, expected):
         self.where, start = "forward", time.perf_counter()

@@ -42,6 +42,7 @@ def stored_meta(
 ) -> dict:  # what is stored about the run; empty for a new one
     "What lies in a run directory; raises `UserError` where a run is missing, or would be overwritten."
     exists = (path / "run.db").exists()
+    if resume and not exists and (left := sorted((path / "checkpoints").glob("*.pt"))): raise UserError(f"{str(path)!r} has lost its run.db, in which stands what its {len(left)} checkpoints belong to; bring it back. Their weights can be read all the same: torch.load({left[-1].name!r}, weights_only=True)['model']")
     if resume and not exists: raise UserError(f"{str(path)!r} holds no run to go on with; Run.list(root) shows those there are")
     if exists and not resume: raise UserError(f"{str(path)!r} holds a run already; go on with it (Trainer.open, medlab train --resume) or choose another directory")
     return Run(path).meta if exists else {}
