@@ -181,6 +181,7 @@ class Loop(Keeper):
     def _train(self, target, show):
         torch.set_num_threads(self.threads)
         self.bar, self.began, self.slow, self.feed.turn = Bar(target, self.number, show), time.perf_counter(), None, self._waiting
+        first, taken = self.number, self.step.taken
         self.model.train()
         try:
             self.recovery.catch_up()
@@ -189,6 +190,7 @@ class Loop(Keeper):
             except Halted: self.feed.end(); self._heard("stop")
             if self.number < target: self.recovery.leave()
             self.step.flush()
+            if self.number > first and self.step.taken == taken: self.event("nothing", f"not one of the steps {first + 1} to {self.number} was taken, so nothing was learned", "error")
             state = "done" if self.number >= target else "stopped"
             self._save_end(state)
         except BaseException as e:

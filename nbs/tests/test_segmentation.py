@@ -112,7 +112,7 @@ def test_a_run_that_learned_nothing_says_so(tmp_path, monkeypatch):
     losses = recipes.Segmentation.losses
     monkeypatch.setattr(recipes.Segmentation, "losses", lambda *a: {k: v * torch.nan for k, v in losses(*a).items()})
     status, out, err = said("train", "segmentation", *TINY, "--run", tmp_path / "run", "--steps", 2)
-    assert status == 1 and "done at step 2" in out and "no step gave a finite loss, so nothing was learned" in err
+    assert status == 1 and "done at step 2" in out and "not one step was taken, so nothing was learned" in err and [e.level for e in Run(tmp_path / "run").events("nothing")] == ["error"]
 
 
 def test_mistakes_of_prediction(files, tmp_path):
