@@ -6,7 +6,6 @@
 __all__ = ['to_device', 'good_samples', 'Feed']
 
 # %% ../../nbs/47_feed.ipynb #f527db7e
-import multiprocessing
 from multiprocessing.connection import wait
 
 import torch
@@ -47,13 +46,11 @@ class Feed:
         device:torch.device,
         budget:int=3,  # visits at which a sample may fail before it goes into quarantine, ≥ 1; None: never. Also an attribute, which may change at any step
     ):
-        if getattr(multiprocessing.current_process(), "_inheriting", False): raise RuntimeError(f"this script would start training again in each of its loading processes. {UNBORN}")
         self.recipe, self.device, self.dataset, self.budget = recipe, device, Guarded(recipe.dataset()), budget
         self.base, self.accumulated = derive_seed(recipe.seed, "prepare") >> 32 << 31, 0
         self.cursor, self.loader, self.said = 0, None, []  # samples consumed; iterator; what happened to workers
-        self.timeout, self.begun = None, False  # s to wait for a batch of workers, None: for ever; whether they have given one
-        self.turn = lambda waited: None  # see `within`
-        self.failures, self.quarantined = {}, {}  # index of a sample → cursors at which it failed; index → reason
+        self.timeout, self.begun, self.turn = None, False, lambda waited: None  # s to wait for a batch of workers, None: for ever; whether they have given one; see `within`
+        self.failures, self.quarantined, self.applied = {}, {}, budget  # index of a sample → cursors at which it failed; index → reason; the budget that it goes by
 
     def seek(self,
         cursor:int,  # samples consumed so far
@@ -77,6 +74,7 @@ class Feed:
     ):  # (prepared micro-batches, number of samples left out, their faults)
         "The micro-batches of a step. Raises `UserError` where every sample is in quarantine."
         micros, dropped, faults, self.accumulated = [], 0, [], accumulate
+        if self.budget != self.applied: self._take_back()
         for i in range(accumulate):
             samples, bad = good_samples(self._next(), validate, self.quarantined)
             faults += [*self._notes(), *(g for f in bad for g in self._judge(f))]
@@ -92,6 +90,11 @@ class Feed:
         visits = self.failures.setdefault(fault.index, set())
         visits.add(self.cursor)  # a visit that is made again counts once
         if self.budget is not None and len(visits) >= self.budget: yield self._quarantine(fault, f"it failed {len(visits)} times")
+
+    def _take_back(self):
+        "A larger budget is in force: who has not used it up comes back."
+        self.applied = self.budget
+        for n in [n for n in self.quarantined if n in self.failures and (self.budget is None or len(self.failures[n]) < self.budget)]: del self.quarantined[n]
 
     def _quarantine(self, fault, why):
         self.quarantined[fault.index] = fault.reason

@@ -22,6 +22,7 @@ from .feed import Feed
 from .guards import Ladder
 from .knobs import Change, Fixes, Mailbox, Switch
 from .leak import LeakWatch
+from .loading import refuse_child
 from .loop import Loop, interrupts, last_step
 from .manager import MemoryManager
 from .memory import Memory
@@ -84,6 +85,7 @@ class Trainer(Loop):
         sinks=(),  # copies of the telemetry for other tools, see `medlab.train.sinks`, or a function that makes them when all else is accepted
         **knobs,  # values at the start, or where a run goes on a change before its next step; raises `UserError` for a bad one
     ):
+        refuse_child()
         if threads is not None and not (isinstance(threads, int) and threads >= 1): raise UserError(f"threads={threads!r} must be an integer ≥ 1")
         self.recipe, self.path, self.device = recipe, Path(run), torch_device(device)
         self.threads, self.memory = threads or torch.get_num_threads(), Memory(self.device)
@@ -97,9 +99,8 @@ class Trainer(Loop):
         self.held, self.store = claim(self.path, not resume)
         self.run, self.sinks = Run(self.path), SafeSinks(made, lambda name, text: self.event("sink", f"{name}: {text}", "warning"))
         self.store.on_rows = self.sinks.log_rows
-        self.number, self.mem, self.said = 0, None, None
+        self.number, self.mem, self.said, self._stop, self._pause = 0, None, None, threading.Event(), threading.Event()
         self.lock, self.busy, self.runner, self.thread, self.error, self.row = threading.RLock(), threading.Lock(), None, None, None, ((), ())
-        self._stop, self._pause = threading.Event(), threading.Event()
         try: self._build(stored, knobs)
         except BaseException: self.close(); raise
 

@@ -37,7 +37,7 @@ class Toy(Recipe):
 recipe = Toy(batch_size=8)
 def applied(knob): return [c.applied_step for c in trainer.run.changes() if c.state == "applied" and c.new and knob in c.new]
 """
-SHOW = "trainer = Trainer(recipe, 'runs/live', device='cpu', threads=1)\npanel = Panel(trainer)\npanel"
+SHOW = "trainer = Trainer(recipe, 'runs/live', device='cpu', threads=1, save_every=0)\npanel = Panel(trainer)\npanel"
 
 
 def root(nb, i=0): return nb.page.locator(".medlab-panel").nth(i)
@@ -175,7 +175,7 @@ def test_every_control_reaches_the_step(notebook):
 
 
 def test_hostile_names_errors_reload_and_a_second_browser(notebook):
-    nb = notebook(RECIPE, SHOW.replace("runs/live", "runs/" + HOSTILE).replace("threads=1", "threads=1, save_every=0"), size=(1200, 2000))
+    nb = notebook(RECIPE, SHOW.replace("runs/live", "runs/" + HOSTILE), size=(1200, 2000))
     page = nb.page
     nb.kernel(f"trainer.event('note', {HOSTILE!r}, case={HOSTILE!r}); trainer.start(until=10**6)")
     nb.until_state("running")
