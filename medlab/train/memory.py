@@ -18,15 +18,17 @@ from ..core import UserError
 # %% ../../nbs/43_memory.ipynb #528f590c
 def usable_device(
     name,  # torch device or its name, such as "cpu" or "cuda:1"
+    compute:bool=False,  # make sure that it can be computed on; False: as far as can be told without memory of it
 ) -> torch.device:
-    "A device of this machine, as far as that can be told without memory of it; raises `UserError` for a name that torch does not know and a GPU that is not there."
+    "A device of this machine; raises `UserError` for a name that torch does not know and a GPU that is not there."
     try:
         device = torch.device(name)
         if device.type == "cuda": torch.cuda.get_device_properties(device)
+        if compute: torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, TypeError) as e:
         here = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
         why = "torch has no device of that name" if "Expected one of" in str(e) else " ".join(str(e).split())[:120]
-        raise UserError(f"device={str(name)!r} cannot be used: {why}; what torch finds here: {here}") from e
+        raise UserError(f"device={str(name)!r} cannot be used: {why}; what torch finds here: {here}; try cpu") from e
     return device
 
 

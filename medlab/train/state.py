@@ -24,6 +24,7 @@ from .average import Average
 from .checkpoint import newest_state, read_state
 from .describe import describe
 from .knobs import Knobs
+from .memory import usable_device
 from .recipe import Recipe
 from .run import Run
 from .scaler import ScalerWatch
@@ -33,11 +34,7 @@ def torch_device(
     name=None,  # such as "cpu" or "cuda:1"; None: the GPU if there is one
 ) -> torch.device:
     "A device that can be computed on; raises `UserError` for another."
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=device).cpu()
-    except (RuntimeError, AssertionError, TypeError) as e: raise UserError(f"device={name!r} cannot be used: {' '.join(str(e).split())[:120]}; try cpu") from e
-    return device
+    return usable_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), compute=True)
 
 
 def build(
