@@ -164,26 +164,21 @@ def _sort(path, slices, frame):
     return chosen, usual
 
 # %% ../../nbs/10_dicom.ipynb #dac63479
-def _unevenness(at, normal):
-    "How far a slice lies from its even place at most, as a share of the distance between slices."
-    along = at @ normal
-    return np.abs(along - np.linspace(along[0], along[-1], len(along))).max() * (len(along) - 1) / abs(along[-1] - along[0])
-
-
 def _step(path, slices):
-    "(3,) from one slice to the next, LPS mm."
+    "((3,) from one slice to the next, LPS mm; how far a slice lies from its even place at most, mm along the normal)"
     at, normal = np.array([s.position for s in slices]), slices[0].normal
     along = at @ normal; gaps = np.diff(along); usual = np.median(gaps)
-    if _unevenness(at, normal) > 0.1:
+    step = (at[-1] - at[0]) / (len(at) - 1)
+    apart = at - at[0] - np.arange(len(at))[:, None] * step
+    uneven = np.abs(apart @ normal).max()
+    if uneven > 0.1 * (step @ normal):
         odd = np.flatnonzero((far := np.abs(gaps - usual)) > 0.5 * far.max())
         missing = [along[i] + gaps[i] * k / n for i in odd if abs(gaps[i] / usual - (n := round(gaps[i] / usual))) < 0.25 for k in range(1, n)]
         text = "; ".join(f"{gaps[i]:.4g} mm between {slices[i]} ({along[i]:.2f} mm) and {slices[i + 1]} ({along[i + 1]:.2f} mm)" for i in odd[:5]) + f"; and {len(odd) - 5} more" * (len(odd) > 5)
         raise UserError(f"{path}: its slices are not evenly spaced: {usual:.4g} mm apart along the normal, but {text}; " + (f"copy the missing slices at {_mm(missing)}" if missing else "resample it with the tool that made it"))
-    step = (at[-1] - at[0]) / (len(at) - 1)
-    apart = at - at[0] - np.arange(len(at))[:, None] * step
     aside = np.linalg.norm(apart - (apart @ normal)[:, None] * normal, axis=1).max()
     if aside > max(0.05 * slices[0].pixel.min(), 0.02 * usual): raise UserError(f"{path}: its slices do not lie on a straight line: one lies {aside:.3g} mm beside it; resample it with the tool that made it")
-    return step
+    return step, uneven
 
 # %% ../../nbs/10_dicom.ipynb #313e0182
 def _thickness(slices):
@@ -199,9 +194,9 @@ def _stack(path, slices):
         between = abs(float(_get(slices[0].places, "SpacingBetweenSlices", 0)))
         size, source = (between, "SpacingBetweenSlices") if between else (thick, "SliceThickness") if thick else (1.0, "no tag: none says how thick it is")
         return normal * size, [f"a single slice; its size across ({size:g} mm) comes from {source}"]
-    step = _step(path, slices)
+    step, uneven = _step(path, slices)
     gap, notes = float(step @ normal), []
-    if (uneven := _unevenness(np.array([s.position for s in slices]), normal)) > 0.01: notes.append(f"positions differ by up to {uneven * gap:.2g} mm from even spacing, which was taken; rounding does that")
+    if uneven > 0.01 * gap: notes.append(f"positions differ by up to {uneven:.2g} mm from even spacing, which was taken; rounding does that")
     if thick and abs(thick - gap) > 0.01 * gap: notes.append(f"slices are {gap:.4g} mm apart and {thick:.4g} mm thick: they {'overlap' if thick > gap else 'leave gaps'}; the spacing is the distance of their positions")
     tilt = float(np.degrees(np.arccos(min(1, gap / np.linalg.norm(step)))))
     if tilt > 0.1: notes.append(f"the stack is sheared by {tilt:.1f}° (gantry tilt); the affine keeps it, {gap:.4g} mm between slices along their normal")
