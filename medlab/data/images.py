@@ -114,7 +114,11 @@ def is_volume(
     return str(path).lower().endswith(NIFTI)
 
 
-def _in_dicom(path): return path.is_dir() or not is_volume(path) and path.exists() and is_dicom(path)
+def _reader(path):
+    "What reads a volume there; None where there is none."
+    path = Path(path)
+    if is_volume(path) and not path.is_dir(): return read_volume
+    return read_dicom if path.is_dir() or path.exists() and is_dicom(path) else None
 
 
 def read_scan(
@@ -122,7 +126,7 @@ def read_scan(
     finite:bool=True,  # refuse NaN and Inf; False: hand them on
 ) -> Volume:
     "Read a volume in either format; raises `UserError` for what is none."
-    return (read_dicom if _in_dicom(Path(path)) else read_volume)(path, finite=finite)
+    return (_reader(path) or read_volume)(path, finite=finite)
 
 
 def read_any(
@@ -130,7 +134,7 @@ def read_any(
     finite:bool=True,  # refuse NaN and Inf; False: hand them on
 ):  # `Image` or `Volume`
     "Read an image or a volume; raises `UserError` for what is neither."
-    return (read_scan if is_volume(path) or _in_dicom(Path(path)) else read_image)(path, finite)
+    return (_reader(path) or read_image)(path, finite=finite)
 
 # %% ../../nbs/14_images.ipynb #d73ce5ab
 def _png(path, data, dtype):
