@@ -18,7 +18,7 @@ import traitlets
 
 import medlab
 from .core import UnknownName, UserError, optional
-from .options import RECIPES, listed, option_type, options, plain, recipe_class
+from .options import RECIPES, listed, option_type, options, plain, recipe_class, several
 
 # %% ../nbs/70_cli.ipynb #af00b374
 def free_name(
@@ -129,7 +129,7 @@ def _parse(p, argv, recipe_options):
     for name, (kind, default, text) in own.items(): p.add_argument("--" + name, type=option_type(kind) if default is None or kind is tuple else kind, default=default, help=text)
     try: a = p.parse_args([*map(listed, argv)])
     except jsonargparse.ArgumentError as e: raise UserError(plain(e)) from e
-    return a, {k: (a[k],) if kind is tuple and isinstance(a[k], (int, float)) else a[k] for k, (kind, _, _) in own.items()}
+    return a, {k: several(kind, a[k]) for k, (kind, _, _) in own.items()}
 
 
 def _predict_one(recipe, model, case, output, options):
