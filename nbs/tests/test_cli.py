@@ -15,9 +15,9 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from medlab.cli import main
+from medlab.cli.main import main
 from medlab.phantoms import write_brats
-from medlab.train.run import Run
+from medlab.run.directory import Run
 
 MEDLAB = shutil.which("medlab", path=os.path.dirname(sys.executable))
 DATA = Path(os.environ.get("MEDLAB_DATA", Path(__file__).parents[2] / "../shared/data")) / "brain_mri"

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from medlab.core import UserError, generator
-from medlab.train import faults
-from medlab.train.checkpoint import NotSaved
+from medlab import faults
+from medlab.run.checkpoint import NotSaved
 from medlab.train.loop import RunFailed
-from medlab.train.recipe import Recipe, Table
+from medlab.recipes.base import Recipe, Table
 from medlab.train.state import state_of
 from medlab.train.trainer import Trainer
 
@@ -236,7 +236,7 @@ import resource, sys, torch
 from torch import nn
 from dataclasses import dataclass
 from medlab.core import generator
-from medlab.train.recipe import Recipe
+from medlab.recipes.base import Recipe
 from medlab.train.trainer import Trainer
 
 @dataclass

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from medlab.train.checkpoint import read_state
-from medlab.train.run import Run, run_or_fault
+from medlab.run.checkpoint import read_state
+from medlab.run.directory import Run, run_or_fault
 
 VICTIM = [sys.executable, str(Path(__file__).with_name("victim.py"))]
 CHANGES = {11: dict(lr=1e-3), 26: dict(precision="bf16", lr=5e-4)}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from medlab.core import UserError, generator
-from medlab.train.knobs import PRECISIONS, SCHEDULES, Knobs, Real
-from medlab.train.recipe import UNFIT, Recipe
-from medlab.train.schedule import from_torch
+from medlab.knobs.knobs import PRECISIONS, SCHEDULES, Knobs, Real
+from medlab.recipes.base import UNFIT, Recipe
+from medlab.step.schedule import from_torch
 from medlab.train.trainer import Trainer
 
 S = torch.optim.lr_scheduler

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from medlab import Run, Trainer, recipes
-from medlab.cli import main
+from medlab.cli.main import main
 from medlab.data.images import write_image
 from medlab.data.pair_files import PhantomPair
 from medlab.phantoms import brain

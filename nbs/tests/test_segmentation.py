@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medlab import Run, Trainer, recipes
-from medlab.cli import main
+from medlab.cli.main import main
 from medlab.data.patches import PatchDataset
 from medlab.train.state import load_model
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from medlab import recipes
 from medlab.core import UserError, generator
-from medlab.train.knobs import Knobs, Real
-from medlab.train.recipe import Recipe
-from medlab.train.run import Run
-from medlab.train.savings import kept_bytes, read_checkpointing
+from medlab.knobs.knobs import Knobs, Real
+from medlab.recipes.base import Recipe
+from medlab.run.directory import Run
+from medlab.memory.savings import kept_bytes, read_checkpointing
 from medlab.train.trainer import Trainer
 
 
@@ -298,7 +298,7 @@ def test_parts_that_come_and_go_stay_in_their_columns(make):
 
 
 def _empty():
-    from medlab.train.loading import Batch, Fault
+    from medlab.batches.loading import Batch, Fault
     return Batch(None, [], [Fault("toy", "unreadable")] * 8)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from medlab.core import generator
-from medlab.train.recipe import Recipe
+from medlab.recipes.base import Recipe
 from medlab.train.state import state_of
 from medlab.train.trainer import Trainer
 

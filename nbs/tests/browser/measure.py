@@ -19,8 +19,8 @@ TOY = f"""
 import time, torch, traitlets
 from torch import nn
 from medlab import Trainer
-from medlab.train.knobs import FIXES, Fix, Knobs
-from medlab.train.recipe import Recipe
+from medlab.knobs.knobs import FIXES, Fix, Knobs
+from medlab.recipes.base import Recipe
 
 class ToyKnobs(Knobs):
     "One switch."

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import math, time, torch
 from torch import nn
 from medlab import Trainer
-from medlab.train.recipe import Recipe
+from medlab.recipes.base import Recipe
 
 @dataclass
 class Toy(Recipe):
@@ -38,8 +38,8 @@ HOSTILE = "<img src=x onerror=window.hacked=1>"
 PAST = f"""
 import json, numpy as np
 from pathlib import Path
-from medlab.train.store import Store
-from medlab.train.run import write_columns
+from medlab.run.store import Store
+from medlab.run.directory import write_columns
 
 def past(name, n, scale, seed=0):
     "A finished run with a NaN, an infinity, skips and a change."

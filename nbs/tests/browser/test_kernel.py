@@ -12,8 +12,8 @@ VIEWER = "() => document.querySelector('.medlab-viewer')?.dataset.complete === '
 CURVES = "() => Number(document.querySelector('.medlab-curves')?.dataset.updates || 0) > 0"
 RUN = """import json, threading, time, numpy as np
 from pathlib import Path
-from medlab.train.store import Store
-from medlab.train.run import write_columns
+from medlab.run.store import Store
+from medlab.run.directory import write_columns
 from medlab.widgets.curves import Curves
 from medlab.widgets.viewer import Viewer
 data, path = np.arange(24 * 40 * 32, dtype="f4").reshape(24, 40, 32), Path("runs", {name!r})

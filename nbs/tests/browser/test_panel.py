@@ -10,9 +10,9 @@ RECIPE = f"""
 import shutil, sqlite3, time, torch, traitlets
 from torch import nn
 from medlab import Trainer
-from medlab.train.knobs import FIXES, Fix, Knobs, Real
-from medlab.train.recipe import Recipe
-from medlab.train.run import Run
+from medlab.knobs.knobs import FIXES, Fix, Knobs, Real
+from medlab.recipes.base import Recipe
+from medlab.run.directory import Run
 from medlab.widgets.panel import Panel
 
 class ToyKnobs(Knobs):
@@ -285,10 +285,10 @@ def test_keyboard_alone(notebook):
 STORM = """
 import json, numpy as np, time
 from pathlib import Path
-from medlab.train.describe import describe
-from medlab.train.knobs import FIXES, Knobs
-from medlab.train.run import write_columns
-from medlab.train.store import Store
+from medlab.knobs.describe import describe
+from medlab.knobs.knobs import FIXES, Knobs
+from medlab.run.directory import write_columns
+from medlab.run.store import Store
 from medlab.widgets.panel import Panel
 
 def begin(name, **meta):
@@ -338,7 +338,7 @@ with Trainer(recipe, "runs/child", device="cpu", threads=1) as t: t.fit(until=10
 
 def test_a_process_that_outlives_the_kernel(notebook):
     nb = notebook(f"import subprocess, sys, time\nfrom pathlib import Path\nprocess = subprocess.Popen([sys.executable, '-c', {CHILD!r}], start_new_session=True)\nwhile not Path('runs/child/run.db').exists(): time.sleep(0.1)",
-        "from medlab.train.run import Run\nfrom medlab.widgets.panel import Panel\npanel = Panel('runs/child')\npanel", size=(1200, 1700))
+        "from medlab.run.directory import Run\nfrom medlab.widgets.panel import Panel\npanel = Panel('runs/child')\npanel", size=(1200, 1700))
     nb.until_state("running")
     pid = int(nb.kernel("print(process.pid)"))
     try:
@@ -346,7 +346,7 @@ def test_a_process_that_outlives_the_kernel(notebook):
         nb.until_fate("fft_fp32", "applied")
         nb.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
         nb.page.wait_for_timeout(1500)
-        nb.kernel("from medlab.train.run import Run\nfrom medlab.widgets.panel import Panel\nbefore = Run('runs/child').step")
+        nb.kernel("from medlab.run.directory import Run\nfrom medlab.widgets.panel import Panel\nbefore = Run('runs/child').step")
         nb.page.evaluate("() => { const n = window.jupyterapp.shell.currentWidget.content; n.activeCellIndex = 1 }")
         nb.command("notebook:run-cell")
         nb.until_fate("fft_fp32", "applied")

@@ -8,7 +8,7 @@ from toys import Toy, trainer
 from torch import nn
 
 from medlab.core import generator
-from medlab.train import faults
+from medlab import faults
 
 
 @dataclass

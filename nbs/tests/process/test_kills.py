@@ -10,8 +10,8 @@ from pathlib import Path
 from toys import events, trainer
 
 from medlab.core import UserError
-from medlab.train.checkpoint import read_state
-from medlab.train.run import Run
+from medlab.run.checkpoint import read_state
+from medlab.run.directory import Run
 
 KILLS = int(os.environ.get("MEDLAB_KILLS", 8))  # 200 for the long test
 

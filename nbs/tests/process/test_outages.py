@@ -9,8 +9,8 @@ import pytest
 import torch
 from toys import child, equal, events, losses, trainer, weights
 
-from medlab.train.checkpoint import NotSaved, read_state
-from medlab.train.run import Run
+from medlab.run.checkpoint import NotSaved, read_state
+from medlab.run.directory import Run
 
 STEPS = 20
 

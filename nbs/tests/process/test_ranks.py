@@ -10,9 +10,9 @@ import torch.distributed as dist
 from toys import Toy, events, trainer
 
 from medlab.core import generator
-from medlab.train import faults
-from medlab.train.recovery import RunFailed
-from medlab.train.run import Run
+from medlab import faults
+from medlab.memory.retry import RunFailed
+from medlab.run.directory import Run
 
 STEPS = 12
 

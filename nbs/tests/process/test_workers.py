@@ -8,7 +8,7 @@ import time
 import pytest
 from toys import Toy, events, losses, trainer
 
-from medlab.train import faults
+from medlab import faults
 
 STEPS = 20  # two and a half epochs
 

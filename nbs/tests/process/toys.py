@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from medlab.core import generator
-from medlab.train.recipe import Recipe
-from medlab.train.run import Run
+from medlab.recipes.base import Recipe
+from medlab.run.directory import Run
 from medlab.train.trainer import Trainer
 
 
@@ -49,7 +49,7 @@ def events(path, *kinds):
 CHILD = """
 import sys; sys.path.insert(0, {here!r})
 from toys import trainer
-from medlab.train import faults
+from medlab import faults
 with trainer({path!r}, **{knobs!r}) as t, faults.plant(t, {plan}): t.fit(until={until}, progress=False)
 """
 
