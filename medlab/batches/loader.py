@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 import torch
 
 from ..core import UserError, derive_seed
-from .loading import HUNG, START, UNBORN, Batch, Fault, Guarded, Stream, collate, ended, loader, within
+from .loading import HUNG, START, UNBORN, Batch, Fault, Guarded, ResumableSampler, collate, ended, loader, within
 from ..step.step import _size, select
 
 # %% ../../nbs/batches/01_loader.ipynb #9c370001
@@ -61,7 +61,7 @@ class Feed:
 
     def _place(self, cursor):
         self.loader, self.begun = None, False  # its workers end before others begin
-        self.cursor, self.stream = cursor, Stream(len(self.dataset), self.recipe.batch_size, self.recipe.seed, cursor)
+        self.cursor, self.stream = cursor, ResumableSampler(len(self.dataset), self.recipe.batch_size, self.recipe.seed, cursor)
         self.stream.left_out = self.quarantined
 
     @property
@@ -69,13 +69,13 @@ class Feed:
 
     def take(self,
         number:int,  # of the step
-        accumulate:int,  # micro-batches, ≥ 1
+        gradient_accumulation_steps:int,  # micro-batches, ≥ 1
         validate:bool=True,  # see `good_samples`
     ):  # (prepared micro-batches, number of samples left out, their faults)
         "The micro-batches of a step. Raises `UserError` where every sample is in quarantine."
-        micros, dropped, faults, self.accumulated = [], 0, [], accumulate
+        micros, dropped, faults, self.accumulated = [], 0, [], gradient_accumulation_steps
         if self.budget != self.applied: self._take_back()
-        for i in range(accumulate):
+        for i in range(gradient_accumulation_steps):
             samples, bad = good_samples(self._next(), validate, self.quarantined)
             faults += [*self._notes(), *(g for f in bad for g in self._judge(f))]
             self.cursor += self.stream.batch

@@ -33,7 +33,7 @@ def demo_knobs(
     steps:int,  # of the run
 ) -> dict:
     "The knobs that go with it: a rate for minutes, falling to zero over the run."
-    return dict(lr=3e-3, schedule="cosine", horizon=steps, warmup=10, accumulate=1, ema=0.99, precision="bf16", save_every=0)
+    return dict(lr=3e-3, schedule="cosine", horizon=steps, warmup=10, gradient_accumulation_steps=1, ema=0.99, precision="bf16", save_every=0)
 
 # %% ../../nbs/cli/02_demo.ipynb #e5acb7fe
 def bright_planes(

@@ -31,10 +31,10 @@ def free_name(
 
 def sinks_of(rest, config):
     "The copies of telemetry that were asked for."
-    from medlab.run.loggers import TensorBoardSink, WandbSink
+    from medlab.run.loggers import TensorBoardLogger, WandbLogger
     try:
-        made = [TensorBoardSink(rest["tensorboard"])] if rest.get("tensorboard") else []
-        return made + ([WandbSink("medlab", Path(rest["run"]), config)] if rest.get("use_wandb") else [])
+        made = [TensorBoardLogger(rest["tensorboard"])] if rest.get("tensorboard") else []
+        return made + ([WandbLogger("medlab", Path(rest["run"]), config)] if rest.get("use_wandb") else [])
     except OSError as e: raise UserError(f"cannot write to {e.filename}: {e.strerror}; choose another folder") from e
 
 

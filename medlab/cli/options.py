@@ -23,7 +23,7 @@ from ..knobs.knobs import rule
 # %% ../../nbs/cli/00_options.ipynb #62b328c7
 RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"), restoration=("medlab.recipes.restoration", "Restoration"), segmentation=("medlab.recipes.segmentation", "Segmentation"))
 RUN_KEYS = dict(run=str, steps=int, device=str, threads=int)  # keys that belong to the run rather than to the recipe or its knobs
-SHORT = dict(gradient_accumulation_steps="accumulate")  # another name for a knob
+SHORT = dict(gradient_accumulation_steps="gradient_accumulation_steps")  # another name for a knob
 
 
 def recipe_class(

@@ -24,7 +24,7 @@ class Controls:
         given,  # knobs that the run starts with by request of the user or the recipe
     ):
         "Bring the knobs of a new run in. A network that was built to compute its activations again goes on to, unless something else was asked for."
-        if "checkpointing" not in given: self.trainer.knobs.checkpointing = read_checkpointing(self.trainer.model)
+        if "activation_checkpointing" not in given: self.trainer.knobs.activation_checkpointing = read_checkpointing(self.trainer.model)
         self.enforce()
 
     def enforce(self):
@@ -32,7 +32,7 @@ class Controls:
         t = self.trainer
         t.knobs.together()
         set_weight_decay(t.optimizer, t.knobs.weight_decay)
-        recompute(t.model, t.knobs.checkpointing)
+        recompute(t.model, t.knobs.activation_checkpointing)
         for k in sorted(t.knobs.class_traits().keys() - Knobs.class_traits().keys()): t.recipe.apply(k, getattr(t.knobs, k), t.model)
 
     def apply(self,
@@ -65,7 +65,7 @@ class Controls:
         for k, v in values.items(): setattr(t.knobs, k, v)
         t.knobs.together()
         if "weight_decay" in values: set_weight_decay(t.optimizer, values["weight_decay"])
-        if "checkpointing" in values: recompute(t.model, values["checkpointing"])
+        if "activation_checkpointing" in values: recompute(t.model, values["activation_checkpointing"])
         if values.get("ema", 0) is None: t.step.average = None
         if "micro_batch" in values: t.recovery.size.told(values["micro_batch"], source, t.step.taken)
         for k in values.keys() - Knobs.class_traits().keys(): t.recipe.apply(k, values[k], t.model)
@@ -81,8 +81,8 @@ class Controls:
         if knob == "weight_decay": return max(g.get("weight_decay", 0.0) / g.get("decay_scale", 1.0) for g in t.optimizer.param_groups if g.get("decay_scale", 1.0))
         if knob == "precision": return t.step.observed
         if knob == "micro_batch": return t.recovery.used
-        if knob == "accumulate": return t.feed.accumulated
-        if knob == "checkpointing": return read_checkpointing(t.model)
+        if knob == "gradient_accumulation_steps": return t.feed.accumulated
+        if knob == "activation_checkpointing": return read_checkpointing(t.model)
         return value if knob in Knobs.class_traits() else t.recipe.read(knob, t.model, value)
 
     def verify(self):
@@ -128,9 +128,9 @@ def recompute(
     model:torch.nn.Module,
     on:bool,
 ):
-    "Bring the knob `checkpointing` into a network, see `set_checkpointing`; raises `UserError` where there is nothing to switch."
+    "Bring the knob `activation_checkpointing` into a network, see `set_checkpointing`; raises `UserError` where there is nothing to switch."
     if read_checkpointing(model) != on and not set_checkpointing(model, on):
-        raise UserError(f"{type(model).__name__} has no block whose activations could be computed again; leave checkpointing off, call the classes of its blocks …Block (ResBlock, ConvBlock, TransformerBlock), give it an attribute `checkpointing` that it obeys, or name them in build_model: set_checkpointing(model, True, blocks=(Block,)) of medlab.memory.savings")
+        raise UserError(f"{type(model).__name__} has no block whose activations could be computed again; leave checkpointing off, call the classes of its blocks …Block (ResBlock, ConvBlock, TransformerBlock), give it an attribute `activation_checkpointing` that it obeys, or name them in build_model: set_checkpointing(model, True, blocks=(Block,)) of medlab.memory.savings")
 
 
 def set_weight_decay(

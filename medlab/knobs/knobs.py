@@ -36,9 +36,9 @@ class Knobs(traitlets.HasTraits):
     clip_norm = Real(None, 0, 1e9, above=True, allow_none=True, help="scale the gradient so that its norm is at most this").tag(off=None, concern="gradients")
     clip_by_loss = traitlets.Bool(False, help="clip at norm 25 where the loss is above 50, 50 above 10, 100 else; the smaller of this and clip_norm").tag(off=False, concern="gradients")
     precision = traitlets.Enum(PRECISIONS, "fp32", help="type of the forward pass under autocast; fp16 with loss scaling").tag(off="fp32", concern="numerics")
-    accumulate = traitlets.Int(1, min=1, max=4096, help="micro-batches per optimizer step").tag(unit="micro-batches", off=1, concern="gradients")
+    gradient_accumulation_steps = traitlets.Int(1, min=1, max=4096, help="micro-batches per optimizer step").tag(unit="micro-batches", off=1, concern="gradients")
     ema = Real(None, 0, 1, allow_none=True, help="decay of the averaged weights used for prediction; 1 freezes them").tag(off=None, concern="weights")
-    validate = traitlets.Bool(True, help="check every sample for non-finite values before it is used").tag(off=False, concern="data")
+    check_inputs = traitlets.Bool(True, help="check every sample for non-finite values before it is used").tag(off=False, concern="data")
     check_loss = traitlets.Bool(True, help="leave samples with a non-finite loss out of the batch, and count them; off: such a loss goes on into the backward pass, and the step is skipped there").tag(off=False, concern="data")
     worker_timeout = Real(None, 0, 1e6, above=True, allow_none=True, help="waiting time for a batch after which loading processes that give nothing are ended and started anew, and a sample that hangs by itself is left out; needs workers").tag(unit="s", off=None, concern="data")
     val_every_steps = traitlets.Int(0, min=0, help="steps between validations").tag(unit="steps", off=0, concern="validation")
@@ -52,7 +52,7 @@ class Knobs(traitlets.HasTraits):
     skip_alarm = traitlets.Int(3, min=1, help="consecutive skipped steps at which the watch raises the alarm").tag(unit="steps", concern="loss scale")
     skip_rate = Real(0.01, 0, 1, above=True, help="share of skipped steps in a growth window of the loss scale above which the watch warns").tag(concern="loss scale")
     scale_floor = Real(1.0, 0, 65536, help="lowest loss scale; without one it can reach zero, where the weights become NaN").tag(off=0.0, concern="loss scale")
-    climb_after = traitlets.Int(20, min=1, allow_none=True, help="skipped steps in a row after which the next rung of the ladder is taken: loss scale, roll back, precision, learning rate. A loss scale that seeks its level skips up to 16").tag(unit="steps", off=None, concern="guards")
+    escalate_after = traitlets.Int(20, min=1, allow_none=True, help="skipped steps in a row after which the next rung of the ladder is taken: loss scale, roll back, precision, learning rate. A loss scale that seeks its level skips up to 16").tag(unit="steps", off=None, concern="guards")
     scale_resets = traitlets.Int(1, min=0, help="times the ladder may reset a loss scale that fell").tag(unit="times", off=0, concern="guards")
     rollbacks = traitlets.Int(2, min=0, help="times the ladder may go back to a checkpoint and leave out the samples taken since").tag(unit="times", off=0, concern="guards")
     precision_changes = traitlets.Int(2, min=0, help="times the ladder may change the precision, fp16 to bf16 to fp32").tag(unit="times", off=0, concern="guards")
@@ -62,7 +62,7 @@ class Knobs(traitlets.HasTraits):
     drop_looks = traitlets.Int(8, min=0, help="samples with a non-finite loss whose forward pass is made again to name the module, in 1,000 steps at most").tag(unit="looks", off=0, concern="guards")
     zero_alarm = traitlets.Int(20, min=1, allow_none=True, help="steps in a row with a gradient of exactly zero at which the alarm is raised").tag(unit="steps", off=None, concern="guards")
     case_budget = traitlets.Int(3, min=1, allow_none=True, help="faults after which a case is left out. A fault counts when a later step succeeds, so that a network that fails with every case accuses none. A larger number, or None, takes cases back").tag(unit="faults", off=None, concern="guards")
-    checkpointing = traitlets.Bool(False, help="compute the activations of blocks again in the backward pass instead of keeping them: less memory, more time").tag(off=False, concern="memory")
+    activation_checkpointing = traitlets.Bool(False, help="compute the activations of blocks again in the backward pass instead of keeping them: less memory, more time").tag(off=False, concern="memory")
     micro_batch = traitlets.Int(None, min=1, allow_none=True, help="samples in one forward pass, at most; what was loaded for a step is cut to it. None: as loaded. Where memory runs out it is set by the trainer").tag(unit="samples", off=None, concern="memory")
     oom_retries = traitlets.Int(6, min=0, help="times a step is tried again in smaller micro-batches where memory ran out").tag(unit="attempts", off=0, concern="memory")
     regrow_after = traitlets.Int(200, min=0, help="optimizer steps after which a micro-batch that was made smaller is doubled on trial; twice as many after each trial that failed").tag(unit="steps", off=0, concern="memory")
@@ -263,9 +263,9 @@ FIXES = (
     Fix("clip_norm", dict(clip_norm=1.0), dict(clip_norm=None), "bounds the update of a bad batch"),
     Fix("clip_by_loss", dict(clip_by_loss=True), dict(clip_by_loss=False), "clips harder while the loss is high"),
     Fix("scaler_watch", dict(scaler_watch=True, scale_floor=1.0), dict(scaler_watch=False, scale_floor=0.0), "warns before the loss scale collapses"),
-    Fix("validate", dict(validate=True, check_loss=True), dict(validate=False, check_loss=False), "bad samples are dropped and counted"),
+    Fix("check_inputs", dict(check_inputs=True, check_loss=True), dict(check_inputs=False, check_loss=False), "bad samples are dropped and counted"),
     Fix("ema", dict(ema=0.999), dict(ema=None), "averaged weights predict better"),
-    Fix("checkpointing", dict(checkpointing=True), dict(checkpointing=False), "saves memory", "the same bits on the CPU; fftformer keeps a thirtieth for the backward pass, takes 1.2 times as long, and twice the batch fits"),
+    Fix("activation_checkpointing", dict(activation_checkpointing=True), dict(activation_checkpointing=False), "saves memory", "the same bits on the CPU; fftformer keeps a thirtieth for the backward pass, takes 1.2 times as long, and twice the batch fits"),
 )
 
 

@@ -163,7 +163,7 @@ class Recovery:
         t = self.trainer
         t.feed.budget, t.feed.timeout = t.knobs.now.case_budget, t.knobs.now.worker_timeout
         for _ in range(2):
-            batch, shortage = attempt(lambda: t.feed.take(t.number + 1, t.knobs.now.accumulate, t.knobs.now.validate), "data", t.memory)
+            batch, shortage = attempt(lambda: t.feed.take(t.number + 1, t.knobs.now.gradient_accumulation_steps, t.knobs.now.check_inputs), "data", t.memory)
             if shortage is None: return batch
             t.event("oom", f"step {t.number + 1}: {shortage.release(t.memory)}; the same samples are loaded again", "warning", t.number + 1, where="data", error=shortage.kind, held_gb=shortage.held, freed_gb=shortage.freed)
             t.feed.seek(cursor)

@@ -83,7 +83,7 @@ class FastDDPM(Recipe):
         "The channels, in order."
         return tuple(self.names or BRATS)
 
-    def initial_knobs(self): "Micro-batches of one, four to a step, as in the paper."; return dict(accumulate=4)
+    def initial_knobs(self): "Micro-batches of one, four to a step, as in the paper."; return dict(gradient_accumulation_steps=4)
 
     # data
 

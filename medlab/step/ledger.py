@@ -8,7 +8,7 @@ __all__ = ['TELEMETRY', 'untouched', 'Ledger']
 # %% ../../nbs/step/03_ledger.ipynb #47dc301e
 import time
 
-from .ema import Average, weight_at
+from .ema import EMA, ema_weight
 from .gradients import no_gradient
 from ..parallel.replicas import FINE, PeerFault
 
@@ -41,12 +41,12 @@ class Ledger:
         self.backward_time += time.perf_counter() - middle
 
     def _took(self):
-        if self.knobs.now.ema is not None: self._averaged().update(weight_at(self.knobs.now.ema, self.taken))
+        if self.knobs.now.ema is not None: self._averaged().update(ema_weight(self.knobs.now.ema, self.taken))
         self.taken += 1
         self.skips = 0
 
     def _averaged(self):
-        if self.average is None: self.average = Average(self.model)
+        if self.average is None: self.average = EMA(self.model)
         return self.average
 
     def _nothing(self):

@@ -13,7 +13,7 @@ from collections import deque
 import torch
 
 from ..core import derive_seed
-from .ema import weight_at
+from .ema import ema_weight
 from ..numerics.buffers import Buffers
 from .forward import Forward, _size, autocast, select
 from .gradients import cause, clip_limit, exact_norm, guilty, quick_norm, without_gradient
@@ -173,7 +173,7 @@ class DeferredStep(Step):
         "The rate and the average's weight as functions of the steps taken, which only the device knows, from a table that reaches to the next look."
         if self.table is None:
             steps = range(self.taken, self.taken + self.knobs.log_every + 1)
-            rows = [self.rate(n) for n in steps], [weight_at(self.knobs.ema, n) if self.knobs.ema is not None else 0.0 for n in steps]
+            rows = [self.rate(n) for n in steps], [ema_weight(self.knobs.ema, n) if self.knobs.ema is not None else 0.0 for n in steps]
             self.table = torch.tensor(rows, dtype=torch.float64).to(self.device, torch.float32, non_blocking=True)
             self.offset = torch.zeros(1, dtype=torch.long, device=self.device)
         return self.table.index_select(1, self.offset).flatten().unbind()

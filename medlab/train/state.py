@@ -20,14 +20,14 @@ import torch
 
 import medlab
 from ..core import UserError, derive_seed
-from ..step.ema import Average
+from ..step.ema import EMA
 from ..run.checkpoint import newest_state, read_state
 from ..knobs.describe import describe
 from ..knobs.knobs import Knobs
 from ..memory.usage import usable_device
 from ..recipes.base import Recipe
 from ..run.directory import Run
-from ..guards.loss_scale import ScalerWatch
+from ..guards.loss_scale import LossScaleWatch
 
 # %% ../../nbs/train/01_state.ipynb #1a292c69
 def torch_device(
@@ -87,7 +87,7 @@ def restore(
     s.scaler.load_state_dict(state["scaler"])
     s.average = None
     if state["average"]:
-        s.average = Average(trainer.model)
+        s.average = EMA(trainer.model)
         s.average.shadow = {k: v.to(trainer.device) for k, v in state["average"].items()}
     trainer.knobs.put(state["knobs"])
     trainer.number, s.taken, s.skips, s.audited = state["number"], state["taken"], state["skips"], state["audited"]
@@ -109,7 +109,7 @@ def open_segment(
     t = trainer
     t.store.set_meta(values=t.knobs.values(), controls=describe(t.recipe.Knobs, t.recipe.fixes(), t.recipe.initial_knobs()))
     t.store.segment = t.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", t.number, time.time(), json.dumps(environment(t))).result()
-    t.frames, t.clock, t.watch = {}, None, ScalerWatch(t.knobs, t.event, [f.name for f in t.recipe.fixes()], t.step.scaler.get_growth_interval())
+    t.frames, t.clock, t.watch = {}, None, LossScaleWatch(t.knobs, t.event, [f.name for f in t.recipe.fixes()], t.step.scaler.get_growth_interval())
 
 
 def differing(

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from ..core import UserError
-from ..run.checkpoint import Checkpoints
+from ..run.checkpoint import CheckpointManager
 from ..knobs.controls import Controls
 from ..batches.loader import Feed
-from ..guards.escalation import Ladder
+from ..guards.escalation import EscalationPolicy
 from ..knobs.knobs import Change, Fixes, Mailbox, Switch
 from ..memory.leak import LeakWatch
 from ..batches.loading import refuse_child
@@ -30,8 +30,8 @@ from .process import hand_over
 from ..recipes.base import Recipe
 from ..memory.retry import Recovery
 from ..run.directory import Run, hold
-from ..step.schedule import Rate
-from ..run.loggers import SafeSinks
+from ..step.schedule import LRSchedule
+from ..run.loggers import SafeLoggers
 from .state import ask_again, build, go_on, open_segment, recipe_of, torch_device
 from ..step.step import step_for
 from ..run.store import Store
@@ -97,7 +97,7 @@ class Trainer(Loop):
         if not stored: self.controls.begin(given)  # whatever is refused, nothing was written yet
         made = sinks() if callable(sinks) else sinks
         self.held, self.store = claim(self.path, not resume)
-        self.run, self.sinks = Run(self.path), SafeSinks(made, lambda name, text: self.event("sink", f"{name}: {text}", "warning"))
+        self.run, self.sinks = Run(self.path), SafeLoggers(made, lambda name, text: self.event("sink", f"{name}: {text}", "warning"))
         self.store.on_rows = self.sinks.log_rows
         self.number, self.mem, self.said, self._stop, self._pause = 0, None, None, threading.Event(), threading.Event()
         self.lock, self.busy, self.runner, self.thread, self.error, self.row = threading.RLock(), threading.Lock(), None, None, None, ((), ())
@@ -113,14 +113,14 @@ class Trainer(Loop):
         return cls(recipe_of(run), run, resume=True, **kw)
 
     def _build(self, stored, knobs):
-        self.recovery, self.guards = Recovery(self), Ladder(self)
+        self.recovery, self.guards = Recovery(self), EscalationPolicy(self)
         self.manager = MemoryManager(self.device, log=lambda text: self.event("memory", f"step {self.number}: {text}"))
         self.leaks = [LeakWatch(lambda text, **data: self.event("leak", f"step {self.number}: {text}", "warning", **data), name) for name in ("host", "device")]
-        self.rate, self.mailbox = Rate(self.knobs), Mailbox(self.store, self.recipe.Knobs)
+        self.rate, self.mailbox = LRSchedule(self.knobs), Mailbox(self.store, self.recipe.Knobs)
         self.step = step_for(self.optimizer)(self.model, self.optimizer, self.recipe.losses, self.knobs, self.rate, self._report, self._record, self.recipe.seed, self.device)
         self.step.look = self.guards.look
         self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
-        self.checkpoints = Checkpoints(self.path, self.store)
+        self.checkpoints = CheckpointManager(self.path, self.store)
         if stored: go_on(self, stored)
         if stored and knobs: self.set(**knobs)
         if not stored: self.store.set_meta(created=time.time(), data=self.info, knobs=self.knobs.values(), recipe=[type(self.recipe).__module__, type(self.recipe).__name__, self.recipe.config()])

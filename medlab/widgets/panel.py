@@ -23,8 +23,8 @@ from ..plots import plain
 from .codes import mend_kernel
 from .groups import run_paths
 from .lines import plain_json, told
-from .monitor import Remote, fates
-from .controller import Steering, Wait, troubles
+from .monitor import RunMonitor, change_status
+from .controller import RunController, Wait, troubles
 from .ticker import Ticker
 
 # %% ../../nbs/widgets/09_panel.ipynb #2c7ce3ac
@@ -132,7 +132,7 @@ class Desk:
         if wish["t"] == "do": self.faults["do"] = (f"{wish['name'].capitalize()} was refused", reason); return
         try: knobs = {k: v for k, v in self.knobs(wish).items() if k in self.remote.values}
         except UserError: return  # a fix that there is none of
-        last = fates(self.remote.changes.values())
+        last = change_status(self.remote.changes.values())
         for k, v in knobs.items():
             after = last.get(k, {}).get("id", 0)
             self.refused[k] = after, dict(key=f"{after}r{next(self.count)}", id=after + 0.5, state="refused", step=None, at=None, ok=None, reason=reason, source="panel", time=time.time(), asked=plain_json(v), old=None, new=None)
@@ -143,9 +143,9 @@ class Desk:
         self.faults["ask"] = ("What was asked for could not be written down", f"{what} {fate}: {type(e).__name__}: {e}. Ask again when the cause is gone.")
         self.answer(wish, False, f"{fate}: {e}")
 
-    def fates(self) -> dict:  # knob → what became of the last request
+    def change_status(self) -> dict:  # knob → what became of the last request
         "Those of the run directory, and those that never came so far."
-        found = fates(self.remote.changes.values())
+        found = change_status(self.remote.changes.values())
         self.refused = {k: v for k, v in self.refused.items() if found.get(k, {}).get("id", 0) == v[0]}
         return found | {k: fate for k, (_, fate) in self.refused.items()}
 
@@ -172,8 +172,8 @@ class Panel(anywidget.AnyWidget):
     ):
         if not 0 < hz <= HZ: raise UserError(f"hz={hz} must be in (0, {HZ:g}]; more would only cost")
         if len(paths := run_paths(run)) != 1: raise UserError(f"a panel steers one run, and these are {len(paths)}; make a panel for each")
-        self._remote = Remote(paths[0])
-        self._steering = Steering(self._remote, run if hasattr(run, "mailbox") else None)
+        self._remote = RunMonitor(paths[0])
+        self._steering = RunController(self._remote, run if hasattr(run, "mailbox") else None)
         super().__init__()
         mend_kernel()
         self._clock = Ticker(self, 1 / hz, "medlab-panel")
@@ -233,7 +233,7 @@ class Panel(anywidget.AnyWidget):
         say("head", state="out of reach" if r.fault else s.state, target=plain_json(r.target), device=r.environment.get("device"), precision=r.values.get("precision"), **t)
         say("can", buttons=s.can(), doing="" if desk.wait is None else str(desk.wait))
         self._speech.differ("values", r.values)
-        self._speech.differ("fates", desk.fates())
+        self._speech.differ("fates", desk.change_status())
         say("checkpoints", rows=[list(c) for c in {c[0]: c for c in reversed(r.checkpoints)}.values()][::-1])
         self._speech.lines(r, older)
         while not desk.answers.empty(): self.send(dict(t="answer", **desk.answers.get()))
@@ -257,8 +257,8 @@ class Panel(anywidget.AnyWidget):
 
 # %% ../../nbs/widgets/09_panel.ipynb #9eaaff0e
 def as_table(
-    remote,  # `Remote` of the run
-    steering,  # `Steering` of the run
+    remote,  # `RunMonitor` of the run
+    steering,  # `RunController` of the run
     events:int=5,  # newest lines of the log
 ) -> str:  # HTML, escaped
     "A run in a table."

@@ -83,8 +83,8 @@ def scarce(trainer, room, error="device", where="forward", steps=None):
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_does_not_fit_is_the_step_of_a_run_with_smaller_micro_batches(make, error, where):
-    told = make("told", micro_batch=2, accumulate=2).fit(12, progress=False)
-    t = make("scarce", accumulate=2)
+    told = make("told", micro_batch=2, gradient_accumulation_steps=2).fit(12, progress=False)
+    t = make("scarce", gradient_accumulation_steps=2)
     refused = scarce(t, 2, error, where)
     t.fit(12, progress=False)
     assert refused == [8, 4] and bits(t) == bits(told), "weights, moments, batch statistics, loss scale, knobs, cursor"
@@ -215,8 +215,8 @@ class Interrupt(BaseException): "Not an error of anything in the step."
 @pytest.mark.parametrize("where", ["data", "forward", "backward"])
 def test_a_step_that_is_interrupted_was_never_made(make, where):
     "Whatever interrupts it, training that goes on afterwards ends in the bits of the run that was not interrupted."
-    whole = make("whole", accumulate=2).fit(8, progress=False)
-    t, calls = make("broken", accumulate=2), []
+    whole = make("whole", gradient_accumulation_steps=2).fit(8, progress=False)
+    t, calls = make("broken", gradient_accumulation_steps=2), []
 
     def once(*_):
         calls.append(1)
@@ -313,7 +313,7 @@ def test_a_module_and_a_case_are_named(make):
 
 def test_a_window_of_bad_data_is_left_out(make):
     "Three steps in a row are skipped: the run goes back to its checkpoint and goes on behind the window, with everything else as it was."
-    t = make(climb_after=3, save_every=4)
+    t = make(escalate_after=3, save_every=4)
     hit = poisoned(t, lambda t: 64 < t.feed.cursor <= 64 + 24)
     t.fit(20, progress=False)
     assert hit[:3] == [9, 10, 11] and kinds(t) == ["roll_back"] and "went back from step 11 to 8" in t.run.events("guard")[0].text
@@ -325,7 +325,7 @@ def test_a_window_of_bad_data_is_left_out(make):
 
 
 def test_a_precision_that_overflows_is_changed_and_stays_changed(make):
-    t = make(climb_after=3, save_every=2, precision="fp16", rollbacks=1, lr_cuts=0, scale_resets=0)
+    t = make(escalate_after=3, save_every=2, precision="fp16", rollbacks=1, lr_cuts=0, scale_resets=0)
     poisoned(t, lambda t: t.number >= 6 and t.knobs.precision == "fp16")
     t.fit(30, progress=False)
     assert kinds(t) == ["roll_back", "change_precision"] and t.knobs.precision == "bf16" and (t.number, t.run.state) == (30, "done")
@@ -340,14 +340,14 @@ def test_a_precision_that_overflows_is_changed_and_stays_changed(make):
 
 
 def test_a_fault_that_nothing_mends_ends_with_a_diagnosis(make):
-    t = make(recipe=Toy(batch_norm=False), climb_after=3, max_skips=3, save_every=2, precision="fp16", scale_critical=65536)
+    t = make(recipe=Toy(batch_norm=False), escalate_after=3, max_skips=3, save_every=2, precision="fp16", scale_critical=65536)
     poisoned(t, lambda t: t.number >= 6)
     with pytest.raises(RunFailed) as e: t.fit(1000, progress=False)
     assert kinds(t) == ["reset_scale", "roll_back", "roll_back", "change_precision", "change_precision", "lower_lr", "lower_lr"], e.value
     words = str(e.value)
     assert "gradient of '0.weight'" in words and all(w in words for w in ("loss scale was reset", "went back", "fp16 to bf16", "bf16 to fp32", "learning rate is lowered", "every sample"))
     assert t.run.state == "failed" and t.knobs.lr == 2.5e-3 and all(p.isfinite().all() for p in t.model.parameters())
-    u = make("off", climb_after=None, max_skips=4)
+    u = make("off", escalate_after=None, max_skips=4)
     poisoned(u, lambda t: t.number >= 6)
     with pytest.raises(RunFailed, match="^4 steps in a row were skipped"): u.fit(1000, progress=False)
     assert not kinds(u) and u.number == 10 and u.knobs.lr == 1e-2
@@ -397,7 +397,7 @@ def test_a_run_whose_loss_lets_go_of_the_model(make):
     assert (t.number, t.step.taken, t.run.state) == (8, 7, "done") and [e.step for e in t.run.events("skip")] == [5] and len(t.run.events("no_gradient")) == 1
     e = t.run.events("no_gradient")[0]
     assert e.level == "error" and "group 0 with 6 tensors" in e.text and t.run.events("diagnosis")[0].data["where"] == "none", "made again it was sound"
-    u = make("for good", climb_after=3, max_skips=4, save_every=2)
+    u = make("for good", escalate_after=3, max_skips=4, save_every=2)
     with faults.plant(u, faults.no_gradient(at=5, times=None)), pytest.raises(RunFailed, match="^4 steps in a row were skipped, the last because: .*no parameter received a gradient .group 0 with 6 tensors"): u.fit(100, progress=False)
     assert not kinds(u) and u.knobs.lr == 1e-2 and u.run.state == "failed" and len(u.run.events("no_gradient")) == 1, "no rung could mend it"
 
@@ -426,7 +426,7 @@ def test_a_normalization_with_too_few_samples(make):
 
 @pytest.mark.parametrize("floor", [0.0, 1.0])
 def test_a_loss_scale_whose_inverse_is_infinite(make, floor):
-    t = make(precision="fp16", scale_floor=floor, climb_after=4)
+    t = make(precision="fp16", scale_floor=floor, escalate_after=4)
     with faults.plant(t, faults.loss_scale(2.0**-140, at=5)): t.fit(16, progress=False)
     low = [e for e in t.run.events("skip") if "a higher scale mends" in e.text]
     assert all(p.isfinite().all() for p in t.model.parameters()) and t.run.state == "done" and [e.step for e in low] == ([5] if floor else [5, 6, 7, 8])

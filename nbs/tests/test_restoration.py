@@ -129,7 +129,7 @@ def test_switches_survive_a_stop_and_replay(tmp_path):
 def test_the_watch_speaks_in_a_run(tmp_path):
     "A forward pass that overflows in half: the alarm comes with the third skip, names the forward pass and the fixes of this recipe; the scale stays ≥ 1."
     recipe = recipes.Restoration(**{**recipes.Restoration.tiny, "image_size": (16, 16), "dim": 4, "refinement": 0, "phantoms": 4})
-    with Trainer(recipe, tmp_path / "run", precision="fp16", check_loss=False, max_skips=40, climb_after=None, threads=1) as t:
+    with Trainer(recipe, tmp_path / "run", precision="fp16", check_loss=False, max_skips=40, escalate_after=None, threads=1) as t:
         losses = t.step.losses
         t.step.losses = lambda m, b: {k: v * (math.inf if t.number >= 5 else 1) for k, v in losses(m, b).items()}
         with pytest.raises(RuntimeError, match="40 steps in a row"): t.fit(60, progress=False)

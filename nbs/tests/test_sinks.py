@@ -9,9 +9,9 @@ pytest.importorskip("wandb")
 
 HEAD = """
 import psutil, sys, time
-from medlab.run.loggers import SafeSinks, WandbSink
+from medlab.run.loggers import SafeLoggers, WandbLogger
 told = []
-sinks = SafeSinks([WandbSink("medlab", sys.argv[1], config={"lr": 1e-3}, id="id1")], lambda name, text: told.append(text))
+sinks = SafeLoggers([WandbLogger("medlab", sys.argv[1], config={"lr": 1e-3}, id="id1")], lambda name, text: told.append(text))
 sinks.log_rows(["loss", "grad_norm"], [(s, 1 / s, float("inf")) for s in range(1, 101)])
 """
 KILL = """

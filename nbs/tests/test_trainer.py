@@ -171,15 +171,15 @@ def test_checkpointing_changes_memory_and_no_bit(make, name):
     plain = make(recipe()).fit(4, progress=False)
     bits = weights(plain)
     plain.close()
-    t = make(recipe(), "switched", checkpointing=True)
-    t.set(at=2, checkpointing=False)
-    t.set(at=3, checkpointing=True)
+    t = make(recipe(), "switched", activation_checkpointing=True)
+    t.set(at=2, activation_checkpointing=False)
+    t.set(at=3, activation_checkpointing=True)
     t.fit(3, progress=False).close()
     t = make(recipe(), "switched", resume=True)
     assert read_checkpointing(t.model) and t.fit(1, progress=False) and all(map(torch.equal, bits, weights(t)))
-    assert [(c.new, c.verified) for c in t.run.changes()] == [(dict(checkpointing=False), True), (dict(checkpointing=True), True)]
+    assert [(c.new, c.verified) for c in t.run.changes()] == [(dict(activation_checkpointing=False), True), (dict(activation_checkpointing=True), True)]
     less = kept(t)
-    assert t.fixes["checkpointing"].off().state == "pending" and t.fit(1, progress=False) and less < 0.8 * kept(t)
+    assert t.fixes["activation_checkpointing"].off().state == "pending" and t.fit(1, progress=False) and less < 0.8 * kept(t)
 
 
 def test_checkpointing_of_networks_that_have_it_or_cannot(make):
@@ -191,13 +191,13 @@ def test_checkpointing_of_networks_that_have_it_or_cannot(make):
             return net
 
     t = make(Built(), "built")
-    assert t.knobs.checkpointing and t.model.use_checkpoint, "what the network was built with stays"
-    assert not make(Built(), "off", checkpointing=False).model.use_checkpoint, "unless it was asked otherwise"
-    with pytest.raises(UserError, match="Sequential has no block whose activations could be computed again"): make(Toy(), "never", checkpointing=True)
+    assert t.knobs.activation_checkpointing and t.model.use_checkpoint, "what the network was built with stays"
+    assert not make(Built(), "off", activation_checkpointing=False).model.use_checkpoint, "unless it was asked otherwise"
+    with pytest.raises(UserError, match="Sequential has no block whose activations could be computed again"): make(Toy(), "never", activation_checkpointing=True)
     t = make(Toy(), "toy")
     assert not (t.path.parent / "never").exists()
-    t.set(checkpointing=True)
-    assert t.fit(2, progress=False).run.changes()[0].state == "reverted" and not t.knobs.checkpointing
+    t.set(activation_checkpointing=True)
+    assert t.fit(2, progress=False).run.changes()[0].state == "reverted" and not t.knobs.activation_checkpointing
 
 
 def test_a_recipe_of_ones_own_goes_on_in_a_process(make):
@@ -246,7 +246,7 @@ def test_a_stop_for_a_trainer_that_is_gone_does_not_stop_the_next(make):
 
 def test_a_finished_run_goes_on_with_other_knobs(make):
     make(lr=1e-2).fit(3, progress=False).close()
-    t = make(resume=True, lr=1e-4, accumulate=3).fit(2, progress=False)
+    t = make(resume=True, lr=1e-4, gradient_accumulation_steps=3).fit(2, progress=False)
     assert t.run.metrics("lr")["lr"].value.tolist() == [1e-2] * 3 + [1e-4] * 2 and t.run.metrics("samples")["samples"].value[-1] == 24
 
 
@@ -264,7 +264,7 @@ def test_another_recipe_is_refused_or_told(make):
 # faults
 
 def test_an_exception_in_the_worker_is_raised_once_and_leaves_no_gradient(make):
-    t = make(accumulate=2)
+    t = make(gradient_accumulation_steps=2)
     broken(t, at=4)
     t.start(steps=10)
     with pytest.raises(Boom): t.wait(20)

@@ -36,7 +36,7 @@ class Small(Recipe):
     def losses(self, model, batch): return dict(loss=(model(batch["noisy"]) - batch["x"]).square().mean((1, 2, 3, 4)))
 
 
-KNOBS = dict(lr=3e-3, ema=0.9, accumulate=2, schedule="restarts", horizon=15)
+KNOBS = dict(lr=3e-3, ema=0.9, gradient_accumulation_steps=2, schedule="restarts", horizon=15)
 
 
 def open_run(path):

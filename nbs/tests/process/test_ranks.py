@@ -51,7 +51,7 @@ def rank(number, folder):
     "One of the two: what every plan came to, a line of JSON each."
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
     for i, name in enumerate(PLANS):
-        knobs = dict(save_every=3, precision="fp16" if name == "half precision" else "fp32", clip_by_loss=True, **(dict(climb_after=3) if name == "for good" else {}))
+        knobs = dict(save_every=3, precision="fp16" if name == "half precision" else "fp32", clip_by_loss=True, **(dict(escalate_after=3) if name == "for good" else {}))
         with trainer(f"{folder}/{i}.{number}", Half(half=number), **knobs) as t, faults.plant(t, *PLANS[name].get(number, list)()):
             try: t.fit(STEPS, progress=False)
             except (RunFailed, KeyboardInterrupt) as e: print(name, type(e).__name__, e, file=sys.stderr)
