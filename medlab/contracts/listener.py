@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Action', 'SetKnobs', 'ResetScale', 'RollBack', 'Quarantine', 'Stop', 'StepListener']
 
-# %% ../../nbs/contracts/02_listener.ipynb #493fefe1
+# %% ../../nbs/contracts/02_listener.ipynb #9b781837
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from .batch import StepBatch
 from .result import Notice, StepResult
 
-# %% ../../nbs/contracts/02_listener.ipynb #3d8fe0a3
+# %% ../../nbs/contracts/02_listener.ipynb #7861c2ce
 @dataclass(frozen=True)
 class SetKnobs:
     "Ask for a change of knobs before the next step."
@@ -36,7 +36,7 @@ class RollBack:
     samples_seen:int = None  # from where the data go on; None: as in the checkpoint
     notice:Notice = None
 
-# %% ../../nbs/contracts/02_listener.ipynb #df0ec49c
+# %% ../../nbs/contracts/02_listener.ipynb #31d3fac0
 @dataclass(frozen=True)
 class Quarantine:
     "Leave a case out from here on."
@@ -53,7 +53,7 @@ class Stop:
 
 Action = SetKnobs | ResetScale | RollBack | Quarantine | Stop
 
-# %% ../../nbs/contracts/02_listener.ipynb #7f78cd6b
+# %% ../../nbs/contracts/02_listener.ipynb #cf33c54e
 @runtime_checkable
 class StepListener(Protocol):
     "Whatever watches every step."

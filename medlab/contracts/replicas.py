@@ -5,12 +5,15 @@
 # %% auto #0
 __all__ = ['FINE', 'RETRY', 'BACK', 'STOP', 'MEANING', 'PeerFault', 'Agreement', 'Replicas']
 
-# %% ../../nbs/contracts/04_replicas.ipynb #bd301627
+# %% ../../nbs/contracts/04_replicas.ipynb #3d9b9a4e
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-# %% ../../nbs/contracts/04_replicas.ipynb #2637af10
-FINE, RETRY, BACK, STOP = range(4)
+# %% ../../nbs/contracts/04_replicas.ipynb #bf3acd79
+FINE = 0  # the step can be finished
+RETRY = 1  # it is made again in smaller parts
+BACK = 2  # all go back to a checkpoint
+STOP = 3  # training ends
 MEANING = {RETRY: "had too little memory", BACK: "was interrupted within the optimizer", STOP: "stopped training; its own log says why"}
 
 
@@ -18,13 +21,13 @@ class PeerFault(RuntimeError):
     "Another replica cannot finish the step."
 
     def __init__(self,
-        code:int,  # `RETRY`: it is made again in smaller parts, `BACK`: all go back to a checkpoint, `STOP`: training ends
+        code:int,  # `RETRY`, `BACK` or `STOP`
         rank:int,  # which one
     ):
         super().__init__(f"rank {rank} {MEANING[code]}")
         self.code, self.rank = code, rank
 
-# %% ../../nbs/contracts/04_replicas.ipynb #df4ab8b7
+# %% ../../nbs/contracts/04_replicas.ipynb #601a9e0b
 @dataclass(frozen=True)
 class Agreement:
     "What all replicas said of a step."
@@ -34,7 +37,7 @@ class Agreement:
     loss:float  # the sum over them
     detached:bool  # whether a loss somewhere does not depend on the model
 
-# %% ../../nbs/contracts/04_replicas.ipynb #b2145294
+# %% ../../nbs/contracts/04_replicas.ipynb #9347b78e
 @runtime_checkable
 class Replicas(Protocol):
     "The processes that train one model together."

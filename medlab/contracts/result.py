@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['TELEMETRY', 'Notice', 'StepResult', 'metrics_of']
 
-# %% ../../nbs/contracts/01_result.ipynb #17e35e76
+# %% ../../nbs/contracts/01_result.ipynb #4d5ddf0a
 from dataclasses import dataclass, field
 
-# %% ../../nbs/contracts/01_result.ipynb #ae7109d1
+# %% ../../nbs/contracts/01_result.ipynb #88dc7827
 @dataclass(frozen=True)
 class Notice:
     "Something that a part of the training did, to be stored as an event."
@@ -18,7 +18,7 @@ class Notice:
     iteration:int = None  # that it belongs to; None: the last one
     data:dict = field(default_factory=dict)  # counts and causes; JSON-serializable
 
-# %% ../../nbs/contracts/01_result.ipynb #03328abe
+# %% ../../nbs/contracts/01_result.ipynb #354605ce
 TELEMETRY = ("lr", "grad_norm", "clip", "scale", "skipped", "samples", "dropped")  # recorded beside the loss terms
 
 
@@ -44,7 +44,7 @@ class StepResult:
     ended:float = 0.0  # `time.perf_counter()` at its end, s
     settled:bool = True  # False: the values above are still on the device
 
-# %% ../../nbs/contracts/01_result.ipynb #3bd1434d
+# %% ../../nbs/contracts/01_result.ipynb #3a1fb05b
 def metrics_of(
     result:StepResult,  # settled
 ) -> dict:  # metric → value; None where there was none

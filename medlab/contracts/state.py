@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['Stateful', 'KnobBinding']
 
-# %% ../../nbs/contracts/03_state.ipynb #9eb51fa5
+# %% ../../nbs/contracts/03_state.ipynb #c20fdb7c
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-# %% ../../nbs/contracts/03_state.ipynb #1d2bcd00
+# %% ../../nbs/contracts/03_state.ipynb #58391e9d
 @runtime_checkable
 class Stateful(Protocol):
     "What a checkpoint holds of a part, and how the part takes it up again."
@@ -21,7 +21,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state:dict):
         "Take up a state."
 
-# %% ../../nbs/contracts/03_state.ipynb #2f35e141
+# %% ../../nbs/contracts/03_state.ipynb #62f35f90
 @dataclass(frozen=True)
 class KnobBinding:
     "How a knob's value reaches the object that uses it, and how it is read back."
@@ -30,3 +30,4 @@ class KnobBinding:
     keep:Callable[[], Any] = None  # function that tells what else a revert must put back
     put_back:Callable[[Any], None] = None  # function that puts it back
     again_after:tuple = ()  # names of knobs
+    at_start:bool = True  # whether it is written at the start and after a checkpoint was read too

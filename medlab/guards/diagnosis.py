@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['Diagnosis', 'diagnose', 'trace']
 
-# %% ../../nbs/guards/00_diagnosis.ipynb #89fb7341
+# %% ../../nbs/guards/00_diagnosis.ipynb #ce7a2c26
 import math
 from dataclasses import dataclass
 
 import torch
 
-from ..step.gradients import exact_norm, no_gradient
-from ..memory.oom import cut, length
+from ..contracts.batch import Batch, StepBatch
 from ..numerics.probe import Probe
+from ..step.gradients import exact_norm, no_gradient
 
-# %% ../../nbs/guards/00_diagnosis.ipynb #5d2e234f
+# %% ../../nbs/guards/00_diagnosis.ipynb #6de4849e
 @dataclass(frozen=True)
 class Diagnosis:
     "What a second look at a skipped step showed."
@@ -25,75 +25,81 @@ class Diagnosis:
     batch:tuple  # names of all samples of the micro-batch
     text:str  # one sentence
 
-
+# %% ../../nbs/guards/00_diagnosis.ipynb #eeb1a652
 def _forward_fault(probe, loss):
     "(where, module, text), or None."
     if probe.culprit: return "forward", probe.culprit.name, f"in the forward pass {probe.culprit}"
-    if not math.isfinite(loss.item()): return "forward", "", f"in the forward pass the loss itself: every module's output is finite, the largest is {probe.largest}"
+    if math.isfinite(loss.item()): return None
+    return "forward", "", f"in the forward pass the loss itself: every module's output is finite, the largest is {probe.largest}"
 
 
-def _once(step, i, batch):
-    "Forward and backward pass with hooks; (where, module, text) of the first fault, or None."
-    for p in step.params: p.grad = None
-    with Probe(step.model) as probe:
-        out = step._forward(i, batch)
-        loss = out["loss"].sum() / length(batch)
-        if loss.requires_grad: (step.scaler.scale(loss) if step.knobs.precision == "fp16" else loss).backward()
-    if fault := _forward_fault(probe, loss): return fault
+def _backward_fault(step, probe):
     if all(p.grad is None for p in step.params): return "backward", "", no_gradient(step.optimizer)
     if probe.backward_culprit: return "backward", probe.backward_culprit.name, f"in the backward pass {probe.backward_culprit}"
     _, why = exact_norm([(n, p.grad) for n, p in step.named if p.grad is not None])
-    return ("gradient", why.split("'")[1], f"in the backward pass the {why}, while every module's gradient is finite") if why else None
+    if why: return "gradient", why.split("'")[1], f"in the backward pass the {why}, while every module's gradient is finite"
 
 
-def _alone(step, i, batch):
+def _once(step, iteration, i, batch):
+    "Forward and backward pass with hooks; (where, module, text) of the first fault, or None."
+    for p in step.params: p.grad = None
+    with Probe(step.model) as probe:
+        out = step.forward(iteration, i, batch)
+        loss = out["loss"].sum() / batch.size
+        if loss.requires_grad: (step.scaler.scale(loss) if step.knobs.now.precision == "fp16" else loss).backward()
+    return _forward_fault(probe, loss) or _backward_fault(step, probe)
+
+# %% ../../nbs/guards/00_diagnosis.ipynb #5dcd16f2
+def _alone(step, iteration, i, batch):
     "The samples that are at fault by themselves; None where they cannot be looked at one by one."
     bad = []
-    for j in range(length(batch)):
-        try: fault = _once(step, i, cut(batch, j, j + 1))
-        except ValueError: return None  # such as a normalization that needs more than one sample
+    for j in range(batch.size):
+        try: fault = _once(step, iteration, i, batch.take(j, j + 1))
+        except ValueError: return None
         if fault: bad.append(j)
     return bad
 
 
-def _guilty(names, bad):
-    "(names of those at fault, sentence)"
-    if bad is None: return (), f"the batch was {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+def _accused(names, bad):
+    "(names of those at fault, sentence)."
+    some = f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+    if bad is None: return (), f"the batch was {some}"
     if len(bad) == len(names) > 1: return (), "every sample of the batch is at fault"
-    return tuple(names[j] for j in bad), f"at fault: {', '.join(names[j] for j in bad)}" if bad else f"none of {', '.join(names[:8])} is at fault alone"
+    accused = tuple(names[j] for j in bad)
+    return accused, f"at fault: {', '.join(accused)}" if accused else f"none of {', '.join(names[:8])} is at fault alone"
 
-
+# %% ../../nbs/guards/00_diagnosis.ipynb #1ceac792
 def diagnose(
     step,  # a `Step` after a skip, between two steps
-    micros,  # the micro-batches that were skipped
+    batch:StepBatch,  # that was skipped
     most:int=64,  # samples that are looked at one by one, at most; 0: none
 ) -> Diagnosis:  # None where there was no batch
-    "Make the passes of the step again, with hooks. It costs some of its forward and backward passes, and changes nothing."
-    if not micros: return None
-    names = lambda batch: tuple(map(str, batch.get("case", range(length(batch)))))
+    "Make the passes of the step again, with hooks. It costs some of its passes, and changes nothing."
+    if not batch.micro_batches: return None
+    iteration = step.iteration
     step.buffers.save()
     try:
-        for i, batch in enumerate(micros):
-            fault = _once(step, i, batch)
-            if not fault: continue
-            cases, who = _guilty(names(batch), _alone(step, i, batch) if length(batch) <= most else None)
-            return Diagnosis(*fault[:2], cases, names(batch), f"{fault[2]}; {who}")
+        for i, micro in enumerate(batch.micro_batches):
+            if not (fault := _once(step, iteration, i, micro)): continue
+            accused, who = _accused(micro.names, _alone(step, iteration, i, micro) if micro.size <= most else None)
+            return Diagnosis(*fault[:2], accused, micro.names, f"{fault[2]}; {who}")
     finally:
         for p in step.params: p.grad = None
         step.buffers.restore()
     return Diagnosis("none", "", (), (), "the same passes made again are sound: the fault was transient")
 
-
+# %% ../../nbs/guards/00_diagnosis.ipynb #340c1d55
 def trace(
     step,  # a `Step` in its forward pass
+    t,  # its `Transaction`
     i:int,  # number of the micro-batch within the step
-    batch:dict,  # a prepared micro-batch whose loss is not finite
+    batch:Batch,  # whose loss is not finite
 ) -> Diagnosis:
-    "Make the forward pass of a micro-batch again, with the same random numbers and without a graph, to name the module. Buffers move with it, and are the caller's to restore."
-    names = tuple(map(str, batch.get("case", range(length(batch)))))
+    "Make the forward pass of a micro-batch again, with the same random numbers, to name the module."
     audited, step.audited = step.audited, True  # without a graph no loss depends on the model
     try:
-        with torch.no_grad(), Probe(step.model) as probe: out = step._forward(i, batch)
+        with torch.no_grad(), Probe(step.model) as probe: out = step.forward(t.iteration, i, batch)
     finally: step.audited = audited
-    where, module, text = _forward_fault(probe, out["loss"].sum()) or ("none", "", "the same pass made again is sound: the fault was transient")
-    return Diagnosis(where, module, (), names, text)
+    sound = "none", "", "the same pass made again is sound: the fault was transient"
+    where, module, text = _forward_fault(probe, out["loss"].sum()) or sound
+    return Diagnosis(where, module, (), batch.names, text)

@@ -5,73 +5,113 @@
 # %% auto #0
 __all__ = ['REMEDIES', 'ADVICE', 'LossScaleWatch']
 
-# %% ../../nbs/guards/01_loss_scale.ipynb #7b166433
+# %% ../../nbs/guards/01_loss_scale.ipynb #f96efda7
 import math
 from collections import deque
 
-from ..step.gradients import LOWEST
-from ..knobs.knobs import Knobs
+from fastcore.basics import patch
 
-# %% ../../nbs/guards/01_loss_scale.ipynb #8fbdd883
-REMEDIES = dict(forward=("fp32_fft", "ortho_fft", "norm_fp32", "bf16", "fp32"), backward=("bf16", "fp32", "lower_lr"), scale=("scaler_watch",), graph=())  # names of fixes, the likeliest first
-ADVICE = dict(forward=("the forward pass overflows, which no loss scale can mend", "fixes"), backward=("the backward pass overflows, which a lower loss scale mends by itself", "fixes if it goes on"),
-    scale=("the loss scale is so low that its inverse is infinite, which a higher one mends", "fixes"), graph=("the loss does not depend on the model", ""))
+from ..knobs.knobs import Knobs
+from ..step.gradients import LOWEST
+
+# %% ../../nbs/guards/01_loss_scale.ipynb #5c1e97c6
+REMEDIES = dict(forward=("fp32_fft", "ortho_fft", "norm_fp32", "bf16", "fp32"), backward=("bf16", "fp32", "lower_lr"),
+    scale=("scaler_watch",), graph=())  # names of fixes, the likeliest first
+ADVICE = dict(forward=("the forward pass overflows, which no loss scale can mend", "fixes"),
+    backward=("the backward pass overflows, which a lower loss scale mends by itself", "fixes if it goes on"),
+    scale=("the loss scale is so low that its inverse is infinite, which a higher one mends", "fixes"),
+    graph=("the loss does not depend on the model", ""))
 
 
 def _pass(loss, scale):
-    "What skipped a step, from its row."
+    "What skipped a step."
     if loss is None or not math.isfinite(loss): return "forward"
     return "graph" if scale is None else "scale" if scale <= LOWEST else "backward"
 
-
+# %% ../../nbs/guards/01_loss_scale.ipynb #99aa43d4
 class LossScaleWatch:
     "Sees the loss, the scale and the skips of every fp16 step, and reports what a user should know, once each time it comes up."
 
     def __init__(self,
         knobs:Knobs,
-        event,  # function (kind, text, level, **data)
+        report,  # function of an event: (kind, text, level, **data)
         fixes=(),  # names of the run's fixes, of which remedies are named
         window:int=2000,  # growth window of the scaler, steps
     ):
-        self.knobs, self.event, self.window = knobs, event, window
+        self.knobs, self.report, self.window = knobs, report, window
         self.remedies = {k: [n for n in names if n in fixes] for k, names in REMEDIES.items()}
-        self.skips, self.row, self.level, self.often, self.where = deque(), 0, 0, False, "backward"
+        self.reset()
 
-    def see(self,
-        number:int,  # of the step
-        loss,  # None where no sample was left
-        scale,  # the loss scale of the step; None where no sample was left
-        skipped:float,  # 1: the step was skipped
-    ):
-        "Look at a step."
-        while self.skips and self.skips[0] <= number - self.window: self.skips.popleft()
-        if skipped: self._skip(number, loss, scale)
-        else: self.row = 0
-        if scale is not None: self._scale(number, scale)
-        self._rate(number)
 
-    def _skip(self, number, loss, scale):
-        self.skips.append(number)
-        self.row, self.where = self.row + 1, _pass(loss, scale)
-        if self.row == self.knobs.now.skip_alarm: self._say(number, "error", f"{self.row} steps in a row were skipped: {self._advice()}")
+@patch
+def reset(self:LossScaleWatch):
+    "Begin anew, as after a checkpoint was read."
+    self.skips, self.in_row = deque(), 0  # iterations of skipped steps in the window; skips in a row
+    self.level, self.often, self.where = 0, False, "backward"  # of the scale, 2: critical; whether the rate is too high; the pass
 
-    def _scale(self, number, scale):
-        k = self.knobs.now
-        level = 2 if scale < k.scale_critical else 1 if scale < k.scale_warn else 0
-        if level > self.level: self._say(number, "warning", f"the loss scale fell to {scale:g}, below {(k.scale_warn, k.scale_critical)[level - 1]:g}{' (critical)' if level == 2 else ''}; {self._count(number)}" + (f"; {self._advice()}" if self.skips else ""), scale=scale)
-        self.level = level
 
-    def _rate(self, number):
-        most, was = self.knobs.now.skip_rate * self.window, self.often
-        self.often = len(self.skips) > (most / 2 if was else most)
-        if self.often and not was: self._say(number, "warning", f"{self._count(number)}, more than {self.knobs.now.skip_rate:.1%} of a growth window: {self._advice()}")
+@patch
+def after_step(self:LossScaleWatch, result, batch):
+    "Look at a step in fp16."
+    if self.knobs.now.precision != "fp16" or not self.knobs.now.scaler_watch: return
+    self.see(result.iteration, result.loss_terms.get("loss"), result.scale, result.skipped)
 
-    def _count(self, number): return f"{len(self.skips)} of the last {min(number, self.window)} steps were skipped"
+# %% ../../nbs/guards/01_loss_scale.ipynb #1124e496
+@patch
+def see(self:LossScaleWatch,
+    iteration:int,
+    loss:float,  # None where no sample was left
+    scale:float,  # the loss scale of the step; None where no sample was left
+    skipped:bool,
+):
+    "Look at a step."
+    while self.skips and self.skips[0] <= iteration - self.window: self.skips.popleft()
+    if skipped: self._skip(iteration, loss, scale)
+    else: self.in_row = 0
+    if scale is not None: self._scale(iteration, scale)
+    self._rate(iteration)
 
-    def _advice(self):
-        names = self.remedies[self.where]
-        what, remedy = ADVICE[self.where]
-        return what + (f"; {remedy}: {', '.join(names)}" if names else "")
 
-    def _say(self, number, level, text, **data):
-        self.event("scaler", f"step {number}: {text}", level, consecutive=self.row, skips=len(self.skips), where=self.where, **data)
+@patch
+def _skip(self:LossScaleWatch, iteration, loss, scale):
+    self.skips.append(iteration)
+    self.in_row, self.where = self.in_row + 1, _pass(loss, scale)
+    if self.in_row == self.knobs.now.skip_alarm:
+        self._report(iteration, "error", f"{self.in_row} steps in a row were skipped: {self._advice()}")
+
+
+@patch
+def _scale(self:LossScaleWatch, iteration, scale):
+    k = self.knobs.now
+    level = 2 if scale < k.scale_critical else 1 if scale < k.scale_warn else 0
+    if level > self.level:
+        below = f"below {(k.scale_warn, k.scale_critical)[level - 1]:g}{' (critical)' if level == 2 else ''}"
+        advice = f"; {self._advice()}" if self.skips else ""
+        self._report(iteration, "warning", f"the loss scale fell to {scale:g}, {below}; {self._count(iteration)}{advice}", scale=scale)
+    self.level = level
+
+
+@patch
+def _rate(self:LossScaleWatch, iteration):
+    most, was = self.knobs.now.skip_rate * self.window, self.often
+    self.often = len(self.skips) > (most / 2 if was else most)
+    if not self.often or was: return
+    share = f"more than {self.knobs.now.skip_rate:.1%} of a growth window"
+    self._report(iteration, "warning", f"{self._count(iteration)}, {share}: {self._advice()}")
+
+# %% ../../nbs/guards/01_loss_scale.ipynb #757b869f
+@patch
+def _count(self:LossScaleWatch, iteration): return f"{len(self.skips)} of the last {min(iteration, self.window)} steps were skipped"
+
+
+@patch
+def _advice(self:LossScaleWatch):
+    names = self.remedies[self.where]
+    what, remedy = ADVICE[self.where]
+    return what + (f"; {remedy}: {', '.join(names)}" if names else "")
+
+
+@patch
+def _report(self:LossScaleWatch, iteration, level, text, **data):
+    self.report("loss_scale", f"step {iteration}: {text}", level, iteration, consecutive=self.in_row, skips=len(self.skips),
+        where=self.where, **data)
