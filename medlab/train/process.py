@@ -59,7 +59,7 @@ def hand_over(
     if module == "__main__": raise UserError(f"{type(trainer.recipe).__name__} was defined in a notebook or a script, where another process cannot find it; put the class into a module, and import it")
     recipe_of(trainer.path, (module,))
     if differ := differing(trainer.recipe, trainer.run.meta["recipe"][2]): raise UserError(f"the process would build the recipe as it was stored, and this one differs in {', '.join(differ)}; start a new run")
-    if trainer.sinks.sinks: raise UserError("sinks are not taken along; use medlab train with --use-wandb or --tensorboard, or start() without process=True")
+    if trainer.sinks.loggers: raise UserError("sinks are not taken along; use medlab train with --use-wandb or --tensorboard, or start() without process=True")
     trainer.save()
     trainer.close()
     start_process(trainer.path, until, str(trainer.device), trainer.threads, () if module.startswith("medlab.") else (module,))
