@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['to_device', 'good_samples', 'BatchLoader']
 
-# %% ../../nbs/batches/04_loader.ipynb #16e4132f
+# %% ../../nbs/batches/04_loader.ipynb #e38ef895
 import time
 from multiprocessing.connection import wait
 
@@ -17,12 +17,13 @@ from .processes import HUNG, START, UNBORN, ended, process_loader, within
 from .quarantine import Quarantine
 from .sampler import ResumableSampler
 from ..contracts.batch import Batch, StepBatch
+from ..contracts.state import KnobBinding
 from ..core import RunFailed, UserError, derive_seed
 from ..memory.oom import is_oom
 from ..memory.retry import shortage_of
 from ..memory.usage import Memory
 
-# %% ../../nbs/batches/04_loader.ipynb #381ccc8f
+# %% ../../nbs/batches/04_loader.ipynb #c0a5527e
 def to_device(
     batch:dict,  # name → tensor or anything else
     device:torch.device,
@@ -49,7 +50,7 @@ def good_samples(
     if len(kept) == len(drop): return batch.samples, len(kept), faults
     return {k: _pick(v, kept) for k, v in batch.samples.items()} if kept else None, len(kept), faults
 
-# %% ../../nbs/batches/04_loader.ipynb #4c4fa5a2
+# %% ../../nbs/batches/04_loader.ipynb #9ea6c2f0
 class BatchLoader:
     "Loads, checks and prepares the micro-batches of each step."
 
@@ -68,7 +69,7 @@ class BatchLoader:
         self.batches, self.begun, self.notes = None, False, []  # iterator; whether its workers have given one; what happened to workers
         self.turn = lambda waited: None  # see `within`
 
-# %% ../../nbs/batches/04_loader.ipynb #3d4a8bee
+# %% ../../nbs/batches/04_loader.ipynb #7824b375
 @patch
 def seek(self:BatchLoader,
     samples_seen:int,  # samples drawn so far
@@ -101,7 +102,7 @@ def end(self:BatchLoader):
     for w in self.workers: w.kill()
     self.batches = None
 
-# %% ../../nbs/batches/04_loader.ipynb #dd882671
+# %% ../../nbs/batches/04_loader.ipynb #0f4fdb70
 @patch
 def next(self:BatchLoader,
     iteration:int,  # number of the step
@@ -143,7 +144,7 @@ def _take(self:BatchLoader, iteration, began):
     return StepBatch(tuple(micros), n * self.sampler.batch - size, tuple(faults), self.samples_seen, began, time.perf_counter(),
         sum(m.size for m in micros))
 
-# %% ../../nbs/batches/04_loader.ipynb #dff3b44b
+# %% ../../nbs/batches/04_loader.ipynb #324d16dc
 @patch
 def _judged(self:BatchLoader, faults):
     "What is said of workers, then each fault, and after one too many the sample's quarantine."
@@ -163,7 +164,7 @@ def _quarantined(self:BatchLoader, fault, why):
         raise UserError(f"every one of the {len(self.dataset)} samples is in quarantine, the last because of: {fault.reason}")
     return Fault(fault.case, f"{why} and is in quarantine from now on: {fault.reason}", fault.index, "quarantine")
 
-# %% ../../nbs/batches/04_loader.ipynb #b0367e62
+# %% ../../nbs/batches/04_loader.ipynb #c5e462b4
 @patch
 def _next(self:BatchLoader):
     "The next collated batch, whatever becomes of the workers."
@@ -212,7 +213,7 @@ def _hung(self:BatchLoader):
     self._place(self.samples_seen)
     return self._one_by_one()
 
-# %% ../../nbs/batches/04_loader.ipynb #eb684e80
+# %% ../../nbs/batches/04_loader.ipynb #de8ad39b
 @patch
 def _one_by_one(self:BatchLoader):
     "The next batch, each sample read in a process of its own. Raises `UserError` where no process can be started."
@@ -251,7 +252,13 @@ def _single(self:BatchLoader, key):
     how = ended(worker) if worker and worker.exitcode is not None else f"gave nothing ({error})"
     raise UserError(f"a loading process cannot be started: it {how} before it read anything. {UNBORN}") from error
 
-# %% ../../nbs/batches/04_loader.ipynb #6e5562a4
+# %% ../../nbs/batches/04_loader.ipynb #f43bcb10
+@patch
+def bindings(self:BatchLoader) -> dict:
+    "The knob that this part owns: gradient_accumulation_steps."
+    return dict(gradient_accumulation_steps=KnobBinding(read=lambda: self.accumulated))
+
+
 @patch
 def state_dict(self:BatchLoader) -> dict: "How many samples were drawn."; return dict(samples_seen=self.samples_seen)
 @patch

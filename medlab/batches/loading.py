@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Fault', 'not_finite', 'Guarded', 'Collated', 'collate', 'stream']
 
-# %% ../../nbs/batches/01_loading.ipynb #5e757f79
+# %% ../../nbs/batches/01_loading.ipynb #1bd7b3bd
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from ..core import UserError
 
-# %% ../../nbs/batches/01_loading.ipynb #e02864d1
+# %% ../../nbs/batches/01_loading.ipynb #44d92b54
 @dataclass(frozen=True)
 class Fault:
     "A sample that cannot be used, and why."
@@ -28,7 +28,7 @@ class Fault:
 def _fault(error, index):
     return Fault(str(getattr(error, "case", f"sample {index}")), f"{type(error).__name__}: {error}", index)
 
-# %% ../../nbs/batches/01_loading.ipynb #e6848c3d
+# %% ../../nbs/batches/01_loading.ipynb #79a40aaf
 def not_finite(
     item:dict,  # one sample: name → tensor or anything else
 ) -> str:  # sentence that names the tensor, the statistic and the first index; None: all is finite
@@ -40,7 +40,7 @@ def not_finite(
         nan, first = int(torch.isnan(x).sum()), tuple(bad.nonzero()[0].tolist())
         return f"{name!r} {tuple(x.shape)} holds {n} non-finite values ({nan} NaN, {n - nan} Inf), the first at {first}"
 
-# %% ../../nbs/batches/01_loading.ipynb #cfbe35b8
+# %% ../../nbs/batches/01_loading.ipynb #89ba3904
 class Guarded(Dataset):
     "A dataset whose items are (sample, None, index) or (None, fault, index); an item's key is (index, seed), the seed None for what is not to be read."
 
@@ -61,7 +61,7 @@ class Guarded(Dataset):
             return None, _fault(e, index), index
         except BaseException as e: return None, _fault(e, index), index
 
-# %% ../../nbs/batches/01_loading.ipynb #eb562451
+# %% ../../nbs/batches/01_loading.ipynb #6ca17507
 @dataclass
 class Collated:
     "Samples in one dictionary, with what is wrong with them."
@@ -80,7 +80,7 @@ def _stacked(items):
     stacked = default_collate([{k: v for k, v in i.items() if k not in host} for i in items])
     return {**stacked, **{k: [i[k] for i in items] for k in host}}
 
-# %% ../../nbs/batches/01_loading.ipynb #f7b1c0ad
+# %% ../../nbs/batches/01_loading.ipynb #11acd2f9
 def _form(item): return ", ".join(f"{k} {tuple(v.shape) if torch.is_tensor(v) else type(v).__name__}" for k, v in item.items())
 
 
@@ -100,7 +100,7 @@ def _together(loaded):
         if not odd: raise
     return _stacked([i for i, _ in fitting]), fitting, odd
 
-# %% ../../nbs/batches/01_loading.ipynb #35627b46
+# %% ../../nbs/batches/01_loading.ipynb #bf3b7bf6
 def collate(
     items,  # of `Guarded`
 ) -> Collated:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['UNBORN', 'HUNG', 'START', 'TURN', 'refuse_child', 'process_loader', 'within', 'ended']
 
-# %% ../../nbs/batches/02_processes.ipynb #d11ce233
+# %% ../../nbs/batches/02_processes.ipynb #48eaa469
 import math
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from .loading import collate
 
-# %% ../../nbs/batches/02_processes.ipynb #6be84c3f
+# %% ../../nbs/batches/02_processes.ipynb #e118adad
 def _begin(worker):
     "What a loading process does first."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -28,7 +28,7 @@ def _leave_with(parent):
     parent.join()
     os._exit(1)
 
-# %% ../../nbs/batches/02_processes.ipynb #27b07c66
+# %% ../../nbs/batches/02_processes.ipynb #206d1ca4
 UNBORN = ("Its own words are on standard error. What another process must find has to be imported: move classes of a notebook "
     "or of a script into a module; a script that starts training needs `if __name__ == '__main__':` around what it does. "
     "workers=0 loads without processes")
@@ -39,7 +39,7 @@ def refuse_child():
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(f"this script would start training again in each of its loading processes. {UNBORN}")
 
-# %% ../../nbs/batches/02_processes.ipynb #8a69a5df
+# %% ../../nbs/batches/02_processes.ipynb #4f85f727
 def process_loader(
     dataset,  # `Guarded`
     sampler,  # iterable over lists of keys
@@ -52,7 +52,7 @@ def process_loader(
     return iter(DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate_fn,
         multiprocessing_context=context, worker_init_fn=_begin, persistent_workers=False))
 
-# %% ../../nbs/batches/02_processes.ipynb #cfee3c44
+# %% ../../nbs/batches/02_processes.ipynb #1ec63d5e
 HUNG = "timed out after"  # how torch says that its workers gave nothing
 START = 30.0  # s that workers may take to start
 TURN = 2.0  # s between two looks

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FaultTracker', 'Quarantine']
 
-# %% ../../nbs/batches/03_quarantine.ipynb #4172e532
+# %% ../../nbs/batches/03_quarantine.ipynb #a1d9f085
 from dataclasses import replace
 
 from fastcore.basics import patch
@@ -15,7 +15,7 @@ from ..contracts.listener import Quarantine as QuarantineAction
 from ..contracts.result import Notice
 from ..core import RunFailed
 
-# %% ../../nbs/batches/03_quarantine.ipynb #f67e24a6
+# %% ../../nbs/batches/03_quarantine.ipynb #551b2bc1
 class FaultTracker:
     "Counts faults by key, and tells who is over a budget."
 
@@ -64,7 +64,7 @@ def reasons(self:FaultTracker,
     found = [r for r, _ in self.marks.get(key, ())]
     return {r: found.count(r) for r in found}
 
-# %% ../../nbs/batches/03_quarantine.ipynb #8dc99dcc
+# %% ../../nbs/batches/03_quarantine.ipynb #99724fc8
 class Quarantine:
     "Which samples and cases are left out of training, and why."
 
@@ -81,7 +81,7 @@ def budget(self:Quarantine): "Faults after which a sample or case is left out; N
 @patch
 def suspect(self:Quarantine, case, reason, iteration): "Suspect a case of a fault, until a step succeeds."; self.suspects.append((str(case), reason, iteration))
 
-# %% ../../nbs/batches/03_quarantine.ipynb #04b438fc
+# %% ../../nbs/batches/03_quarantine.ipynb #28f4e9ec
 @patch
 def after_step(self:Quarantine, result, batch):
     "Suspect the cases that the step named; when it was taken, what was suspected counts."
@@ -100,7 +100,7 @@ def _convicted(self:Quarantine, case, reason, iteration):
     notice = Notice("quarantine", text, "warning", iteration, dict(case=case, faults=self.cases.reasons(case)))
     return QuarantineAction(case, reason, notice)
 
-# %% ../../nbs/batches/03_quarantine.ipynb #1af5a4ec
+# %% ../../nbs/batches/03_quarantine.ipynb #066ed3a8
 @patch
 def text(self:Quarantine) -> str:
     "Half a sentence on the cases that are left out; nothing where there are none."
@@ -124,7 +124,7 @@ def keep(self:Quarantine,
     if self.barren >= epoch: raise RunFailed(f"no sample is left to train on: {self.text()}")
     return replace(batch, micro_batches=kept, dropped=batch.dropped + lost, size=batch.size - lost)
 
-# %% ../../nbs/batches/03_quarantine.ipynb #f189cb9a
+# %% ../../nbs/batches/03_quarantine.ipynb #ae8bae09
 @patch
 def state_dict(self:FaultTracker) -> dict:
     "Marks by key, who is out, and who whatever the budget."

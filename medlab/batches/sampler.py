@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['ResumableSampler']
 
-# %% ../../nbs/batches/00_sampler.ipynb #9b24568c
+# %% ../../nbs/batches/00_sampler.ipynb #0c47acd0
 import torch
 from fastcore.basics import patch
 
 from ..core import generator
 
-# %% ../../nbs/batches/00_sampler.ipynb #04cd91ed
+# %% ../../nbs/batches/00_sampler.ipynb #6c487c9f
 class ResumableSampler:
     "Endless (index, seed) pairs in shuffled epochs; iterating yields lists of `batch` of them."
 
@@ -35,7 +35,7 @@ class ResumableSampler:
                 yield [(n, None if n in self.left_out else seed) for n, seed in rest[i:i + self.batch]]
             rest, epoch, skip = rest[whole:], epoch + 1, 0
 
-# %% ../../nbs/batches/00_sampler.ipynb #e4622042
+# %% ../../nbs/batches/00_sampler.ipynb #189e75da
 @patch
 def order(self:ResumableSampler,
     epoch:int,  # ≥ 0

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Batch', 'StepBatch']
 
-# %% ../../nbs/contracts/00_batch.ipynb #1bb84dd0
+# %% ../../nbs/contracts/00_batch.ipynb #ad49b4c6
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from jaxtyping import Shaped
 from torch import Tensor
 
-# %% ../../nbs/contracts/00_batch.ipynb #2a15d192
+# %% ../../nbs/contracts/00_batch.ipynb #1ffc271a
 @dataclass(frozen=True, eq=False)
 class Batch(Mapping):
     "One prepared micro-batch. It reads like a dictionary and cannot be changed in place."
@@ -31,7 +31,7 @@ class Batch(Mapping):
     def __iter__(self): yield from (*self.tensors, *(("case",) if self.cases else ()), *self.meta)
     def __len__(self): return len(self.tensors) + bool(self.cases) + len(self.meta)
 
-# %% ../../nbs/contracts/00_batch.ipynb #f193d73c
+# %% ../../nbs/contracts/00_batch.ipynb #cbb2cfa5
 def _length(values): return values.shape[0] if torch.is_tensor(values) else len(values)
 
 
@@ -48,7 +48,7 @@ def of(cls:Batch,
     meta = {k: v for k, v in values.items() if k not in tensors and k != "case"}
     return cls(tensors, tuple(cases.tolist() if torch.is_tensor(cases) else cases), meta, size)
 
-# %% ../../nbs/contracts/00_batch.ipynb #8cbb566b
+# %% ../../nbs/contracts/00_batch.ipynb #e0a4f8be
 @patch
 def select(self:Batch,
     keep,  # (b,) booleans
@@ -87,7 +87,7 @@ def names(self:Batch) -> tuple:
     "A name for every sample: its case, or its place in the batch."
     return tuple(map(str, self.cases or range(self.size)))
 
-# %% ../../nbs/contracts/00_batch.ipynb #21533f2c
+# %% ../../nbs/contracts/00_batch.ipynb #d2d01af1
 @dataclass(frozen=True, eq=False)
 class StepBatch:
     "The micro-batches of one optimizer step, and what was left out of them."
@@ -108,7 +108,7 @@ class StepBatch:
         made = tuple(Batch.of(m) for m in micro_batches)
         return cls(made, size=sum(m.size for m in made), **fields)
 
-# %% ../../nbs/contracts/00_batch.ipynb #6337bb71
+# %% ../../nbs/contracts/00_batch.ipynb #21445cb9
 @patch
 def split(self:StepBatch,
     most:int=None,  # samples of a micro-batch, at most; None: as they are

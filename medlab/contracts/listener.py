@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Action', 'SetKnobs', 'ResetScale', 'RollBack', 'Quarantine', 'Stop', 'StepListener']
 
-# %% ../../nbs/contracts/02_listener.ipynb #9b781837
+# %% ../../nbs/contracts/02_listener.ipynb #cc2daa9d
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from .batch import StepBatch
 from .result import Notice, StepResult
 
-# %% ../../nbs/contracts/02_listener.ipynb #7861c2ce
+# %% ../../nbs/contracts/02_listener.ipynb #d16ffdf3
 @dataclass(frozen=True)
 class SetKnobs:
     "Ask for a change of knobs before the next step."
@@ -36,7 +36,7 @@ class RollBack:
     samples_seen:int = None  # from where the data go on; None: as in the checkpoint
     notice:Notice = None
 
-# %% ../../nbs/contracts/02_listener.ipynb #31d3fac0
+# %% ../../nbs/contracts/02_listener.ipynb #2fec48c8
 @dataclass(frozen=True)
 class Quarantine:
     "Leave a case out from here on."
@@ -49,11 +49,12 @@ class Quarantine:
 class Stop:
     "End the training with a diagnosis."
     reason:str
+    notice:Notice = None
 
 
 Action = SetKnobs | ResetScale | RollBack | Quarantine | Stop
 
-# %% ../../nbs/contracts/02_listener.ipynb #cf33c54e
+# %% ../../nbs/contracts/02_listener.ipynb #5e03c88a
 @runtime_checkable
 class StepListener(Protocol):
     "Whatever watches every step."

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['FINE', 'RETRY', 'BACK', 'STOP', 'MEANING', 'PeerFault', 'Agreement', 'Replicas']
 
-# %% ../../nbs/contracts/04_replicas.ipynb #3d9b9a4e
+# %% ../../nbs/contracts/04_replicas.ipynb #7c2d38f4
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-# %% ../../nbs/contracts/04_replicas.ipynb #bf3acd79
+# %% ../../nbs/contracts/04_replicas.ipynb #3c0c9e0d
 FINE = 0  # the step can be finished
 RETRY = 1  # it is made again in smaller parts
 BACK = 2  # all go back to a checkpoint
@@ -27,7 +27,7 @@ class PeerFault(RuntimeError):
         super().__init__(f"rank {rank} {MEANING[code]}")
         self.code, self.rank = code, rank
 
-# %% ../../nbs/contracts/04_replicas.ipynb #601a9e0b
+# %% ../../nbs/contracts/04_replicas.ipynb #fac4bdf4
 @dataclass(frozen=True)
 class Agreement:
     "What all replicas said of a step."
@@ -37,7 +37,7 @@ class Agreement:
     loss:float  # the sum over them
     detached:bool  # whether a loss somewhere does not depend on the model
 
-# %% ../../nbs/contracts/04_replicas.ipynb #9347b78e
+# %% ../../nbs/contracts/04_replicas.ipynb #20d700da
 @runtime_checkable
 class Replicas(Protocol):
     "The processes that train one model together."

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['TELEMETRY', 'Notice', 'StepResult', 'metrics_of']
 
-# %% ../../nbs/contracts/01_result.ipynb #4d5ddf0a
+# %% ../../nbs/contracts/01_result.ipynb #c633d792
 from dataclasses import dataclass, field
 
-# %% ../../nbs/contracts/01_result.ipynb #88dc7827
+# %% ../../nbs/contracts/01_result.ipynb #309ab2c3
 @dataclass(frozen=True)
 class Notice:
     "Something that a part of the training did, to be stored as an event."
@@ -18,7 +18,7 @@ class Notice:
     iteration:int = None  # that it belongs to; None: the last one
     data:dict = field(default_factory=dict)  # counts and causes; JSON-serializable
 
-# %% ../../nbs/contracts/01_result.ipynb #354605ce
+# %% ../../nbs/contracts/01_result.ipynb #23f9a0b5
 TELEMETRY = ("lr", "grad_norm", "clip", "scale", "skipped", "samples", "dropped")  # recorded beside the loss terms
 
 
@@ -44,7 +44,7 @@ class StepResult:
     ended:float = 0.0  # `time.perf_counter()` at its end, s
     settled:bool = True  # False: the values above are still on the device
 
-# %% ../../nbs/contracts/01_result.ipynb #3a1fb05b
+# %% ../../nbs/contracts/01_result.ipynb #99792ae0
 def metrics_of(
     result:StepResult,  # settled
 ) -> dict:  # metric → value; None where there was none

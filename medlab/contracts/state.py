@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['Stateful', 'KnobBinding']
 
-# %% ../../nbs/contracts/03_state.ipynb #c20fdb7c
+# %% ../../nbs/contracts/03_state.ipynb #17009d11
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-# %% ../../nbs/contracts/03_state.ipynb #58391e9d
+# %% ../../nbs/contracts/03_state.ipynb #a764b3a3
 @runtime_checkable
 class Stateful(Protocol):
     "What a checkpoint holds of a part, and how the part takes it up again."
@@ -21,7 +21,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state:dict):
         "Take up a state."
 
-# %% ../../nbs/contracts/03_state.ipynb #62f35f90
+# %% ../../nbs/contracts/03_state.ipynb #8038c6af
 @dataclass(frozen=True)
 class KnobBinding:
     "How a knob's value reaches the object that uses it, and how it is read back."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Average', 'System']
 
-# %% ../../nbs/contracts/05_system.ipynb #5bfe1c20
+# %% ../../nbs/contracts/05_system.ipynb #e5b9135b
 import copy
 import hashlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import nn
 
 from ..core import UserError
 
-# %% ../../nbs/contracts/05_system.ipynb #a5d58890
+# %% ../../nbs/contracts/05_system.ipynb #2c43d5be
 class Average:
     "A copy of a network that follows it as an exponential moving average: average ← m·average + (1 − m)·network."
 
@@ -36,7 +36,7 @@ class Average:
         self.pairs = [*self.network.parameters()], [*self.source.parameters()]
         return self
 
-# %% ../../nbs/contracts/05_system.ipynb #b0d4712b
+# %% ../../nbs/contracts/05_system.ipynb #fc66f16c
 @patch
 @torch.no_grad()
 def update(self:Average,
@@ -55,7 +55,7 @@ def state_dict(self:Average) -> dict: "The averaged weights."; return self.netwo
 @patch
 def load_state_dict(self:Average, state): "Take up averaged weights."; self.network.load_state_dict(state)
 
-# %% ../../nbs/contracts/05_system.ipynb #e0a05d0b
+# %% ../../nbs/contracts/05_system.ipynb #09fe6d7d
 def _digest(network):
     "SHA-256 over names and values of a network's tensors."
     digest = hashlib.sha256()
@@ -82,7 +82,7 @@ class System:
         for average in self.averages.values(): average.attach(self.model)
         self.hashes = {k: _digest(v) for k, v in self.frozen.items()}
 
-# %% ../../nbs/contracts/05_system.ipynb #1f5e424e
+# %% ../../nbs/contracts/05_system.ipynb #1235e801
 @patch
 def to(self:System, device): "Move every network to a device."; [n.to(device) for n in self.networks()]; return self
 
@@ -102,7 +102,7 @@ def check(self:System):
                 raise UserError(f"the {kind} network {name!r} is in training mode or requires gradients again; something "
                     "called train() or requires_grad_() on it: leave it as it is, or train it as part of the model")
 
-# %% ../../nbs/contracts/05_system.ipynb #1a5ef19c
+# %% ../../nbs/contracts/05_system.ipynb #78a50481
 @patch
 def state_dict(self:System) -> dict:
     "The averages' weights, and the hashes of the frozen networks."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Diagnosis', 'diagnose', 'trace']
 
-# %% ../../nbs/guards/00_diagnosis.ipynb #ce7a2c26
+# %% ../../nbs/guards/00_diagnosis.ipynb #a12bca37
 import math
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from ..contracts.batch import Batch, StepBatch
 from ..numerics.probe import Probe
 from ..step.gradients import exact_norm, no_gradient
 
-# %% ../../nbs/guards/00_diagnosis.ipynb #6de4849e
+# %% ../../nbs/guards/00_diagnosis.ipynb #b30d07ee
 @dataclass(frozen=True)
 class Diagnosis:
     "What a second look at a skipped step showed."
@@ -25,7 +25,7 @@ class Diagnosis:
     batch:tuple  # names of all samples of the micro-batch
     text:str  # one sentence
 
-# %% ../../nbs/guards/00_diagnosis.ipynb #eeb1a652
+# %% ../../nbs/guards/00_diagnosis.ipynb #cf600e69
 def _forward_fault(probe, loss):
     "(where, module, text), or None."
     if probe.culprit: return "forward", probe.culprit.name, f"in the forward pass {probe.culprit}"
@@ -49,7 +49,7 @@ def _once(step, iteration, i, batch):
         if loss.requires_grad: (step.scaler.scale(loss) if step.knobs.now.precision == "fp16" else loss).backward()
     return _forward_fault(probe, loss) or _backward_fault(step, probe)
 
-# %% ../../nbs/guards/00_diagnosis.ipynb #5dcd16f2
+# %% ../../nbs/guards/00_diagnosis.ipynb #a14d92d3
 def _alone(step, iteration, i, batch):
     "The samples that are at fault by themselves; None where they cannot be looked at one by one."
     bad = []
@@ -68,7 +68,7 @@ def _accused(names, bad):
     accused = tuple(names[j] for j in bad)
     return accused, f"at fault: {', '.join(accused)}" if accused else f"none of {', '.join(names[:8])} is at fault alone"
 
-# %% ../../nbs/guards/00_diagnosis.ipynb #1ceac792
+# %% ../../nbs/guards/00_diagnosis.ipynb #e08a432a
 def diagnose(
     step,  # a `Step` after a skip, between two steps
     batch:StepBatch,  # that was skipped
@@ -88,7 +88,7 @@ def diagnose(
         step.buffers.restore()
     return Diagnosis("none", "", (), (), "the same passes made again are sound: the fault was transient")
 
-# %% ../../nbs/guards/00_diagnosis.ipynb #340c1d55
+# %% ../../nbs/guards/00_diagnosis.ipynb #0b425c14
 def trace(
     step,  # a `Step` in its forward pass
     t,  # its `Transaction`

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BUDGETS', 'NEXT', 'EscalationPolicy']
 
-# %% ../../nbs/guards/03_escalation.ipynb #5f27d9af
+# %% ../../nbs/guards/03_escalation.ipynb #16b5752f
 import math
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +19,7 @@ from .diagnosis import diagnose, trace
 from ..memory.oom import attempt
 from ..memory.usage import Memory
 
-# %% ../../nbs/guards/03_escalation.ipynb #17cf98c5
+# %% ../../nbs/guards/03_escalation.ipynb #b818ae5f
 BUDGETS = dict(reset_scale="scale_resets", roll_back="rollbacks", change_precision="precision_changes",
     lower_lr="lr_cuts")  # rung → knob, in the order in which they are climbed
 
@@ -42,7 +42,7 @@ class EscalationPolicy:
         self.first, self.found, self.why = None, None, {}  # first skip in the row; diagnosis; kind of notice → its last text
         self.base, self.since, self.seen = 0, 0, 0  # skips at the last look; at the last rung; last iteration
 
-# %% ../../nbs/guards/03_escalation.ipynb #0fdd28b2
+# %% ../../nbs/guards/03_escalation.ipynb #87980ded
 @patch
 def after_step(self:EscalationPolicy, result, batch):
     "Look at a step; the actions of a rung, or the end where nothing is left to try."
@@ -68,7 +68,7 @@ def _went_back(self:EscalationPolicy, result):
     self.first = None
     if self.calm is not None: self.calm = result.optimizer_step - (not result.skipped)
 
-# %% ../../nbs/guards/03_escalation.ipynb #4a912206
+# %% ../../nbs/guards/03_escalation.ipynb #7b9319d3
 @patch
 def _taken(self:EscalationPolicy, result):
     if self.first is not None:
@@ -81,7 +81,7 @@ def _taken(self:EscalationPolicy, result):
     text = f"step {result.iteration}: calm since the last rung, every budget is whole again"
     self.report("recovery_action", text, "info", result.iteration)
 
-# %% ../../nbs/guards/03_escalation.ipynb #6890ed8d
+# %% ../../nbs/guards/03_escalation.ipynb #0ec3accd
 @patch
 def _diagnose(self:EscalationPolicy, result, batch):
     if any(not m.tensors for m in batch.micro_batches): return  # other steps were made since
@@ -104,7 +104,7 @@ def second_look(self:EscalationPolicy, step, t, i, batch):
     if shortage: shortage.release(self.memory)
     return found
 
-# %% ../../nbs/guards/03_escalation.ipynb #9c7d0212
+# %% ../../nbs/guards/03_escalation.ipynb #18072697
 @patch
 def _climb(self:EscalationPolicy, result, batch):
     for rung, knob in BUDGETS.items():
@@ -126,7 +126,7 @@ def _climbed(self:EscalationPolicy, result, rung, budget, done, actions):
     notice = Notice("recovery_action", text, "error", data=dict(rung=rung, skips=skips, used=dict(self.used)))
     return [*actions[:-1], replace(actions[-1], notice=notice)]
 
-# %% ../../nbs/guards/03_escalation.ipynb #332f78f6
+# %% ../../nbs/guards/03_escalation.ipynb #33933b06
 @patch
 def _reset_scale(self:EscalationPolicy, result, batch):
     loss = result.loss_terms.get("loss")
@@ -146,7 +146,7 @@ def _roll_back(self:EscalationPolicy, result, batch):
     actions = [RollBack(self.back, batch.samples_seen)] + ([SetKnobs(dict(self.moved))] if self.moved else [])
     return f"the run went back from step {result.iteration} to {self.back}, and the samples taken since are left out", actions
 
-# %% ../../nbs/guards/03_escalation.ipynb #f71be15c
+# %% ../../nbs/guards/03_escalation.ipynb #eb6e927f
 NEXT = dict(fp16="bf16", bf16="fp32")
 
 
@@ -169,7 +169,7 @@ def _set(self:EscalationPolicy, **knobs):
     self.moved |= knobs
     return [SetKnobs(knobs)]
 
-# %% ../../nbs/guards/03_escalation.ipynb #35400e91
+# %% ../../nbs/guards/03_escalation.ipynb #a89f13d9
 @patch
 def _last_words(self:EscalationPolicy, result):
     cases = self.quarantine.cases
@@ -181,7 +181,7 @@ def _last_words(self:EscalationPolicy, result):
     parts += [self.quarantine.text(), f"tried before: {'; '.join(self.tried)}" if self.tried else ""]
     return "; ".join(p for p in parts if p)
 
-# %% ../../nbs/guards/03_escalation.ipynb #7013d7a5
+# %% ../../nbs/guards/03_escalation.ipynb #c2721f63
 @patch
 def state_dict(self:EscalationPolicy) -> dict:
     "Rungs climbed, knobs they changed, and the optimizer step at the last of them."

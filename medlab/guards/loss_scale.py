@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REMEDIES', 'ADVICE', 'LossScaleWatch']
 
-# %% ../../nbs/guards/01_loss_scale.ipynb #f96efda7
+# %% ../../nbs/guards/01_loss_scale.ipynb #100a0074
 import math
 from collections import deque
 
@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..knobs.knobs import Knobs
 from ..step.gradients import LOWEST
 
-# %% ../../nbs/guards/01_loss_scale.ipynb #5c1e97c6
+# %% ../../nbs/guards/01_loss_scale.ipynb #bbaf94d1
 REMEDIES = dict(forward=("fp32_fft", "ortho_fft", "norm_fp32", "bf16", "fp32"), backward=("bf16", "fp32", "lower_lr"),
     scale=("scaler_watch",), graph=())  # names of fixes, the likeliest first
 ADVICE = dict(forward=("the forward pass overflows, which no loss scale can mend", "fixes"),
@@ -28,7 +28,7 @@ def _pass(loss, scale):
     if loss is None or not math.isfinite(loss): return "forward"
     return "graph" if scale is None else "scale" if scale <= LOWEST else "backward"
 
-# %% ../../nbs/guards/01_loss_scale.ipynb #99aa43d4
+# %% ../../nbs/guards/01_loss_scale.ipynb #b039941f
 class LossScaleWatch:
     "Sees the loss, the scale and the skips of every fp16 step, and reports what a user should know, once each time it comes up."
 
@@ -56,7 +56,7 @@ def after_step(self:LossScaleWatch, result, batch):
     if self.knobs.now.precision != "fp16" or not self.knobs.now.scaler_watch: return
     self.see(result.iteration, result.loss_terms.get("loss"), result.scale, result.skipped)
 
-# %% ../../nbs/guards/01_loss_scale.ipynb #1124e496
+# %% ../../nbs/guards/01_loss_scale.ipynb #ee88ccc9
 @patch
 def see(self:LossScaleWatch,
     iteration:int,
@@ -99,7 +99,7 @@ def _rate(self:LossScaleWatch, iteration):
     share = f"more than {self.knobs.now.skip_rate:.1%} of a growth window"
     self._report(iteration, "warning", f"{self._count(iteration)}, {share}: {self._advice()}")
 
-# %% ../../nbs/guards/01_loss_scale.ipynb #757b869f
+# %% ../../nbs/guards/01_loss_scale.ipynb #d4d3ca4e
 @patch
 def _count(self:LossScaleWatch, iteration): return f"{len(self.skips)} of the last {min(iteration, self.window)} steps were skipped"
 

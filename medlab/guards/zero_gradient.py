@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['ZeroGradientWatch']
 
-# %% ../../nbs/guards/02_zero_gradient.ipynb #a44cde1f
+# %% ../../nbs/guards/02_zero_gradient.ipynb #5085e808
 from ..knobs.knobs import Knobs
 from ..step.gradients import describe_groups
 
-# %% ../../nbs/guards/02_zero_gradient.ipynb #77c3fe4d
+# %% ../../nbs/guards/02_zero_gradient.ipynb #d3c338ff
 class ZeroGradientWatch:
     "Raises an alarm where the gradient is exactly zero in many steps in a row."
 

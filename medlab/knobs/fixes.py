@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['FIXES', 'Fix', 'Switch', 'Fixes']
 
-# %% ../../nbs/knobs/03_fixes.ipynb #baecbce0
+# %% ../../nbs/knobs/03_fixes.ipynb #eb84d31e
 from dataclasses import dataclass
 
 from ..core import UnknownName
 from .knobs import Knobs
 
-# %% ../../nbs/knobs/03_fixes.ipynb #8809d12f
+# %% ../../nbs/knobs/03_fixes.ipynb #9a72c9d5
 @dataclass(frozen=True)
 class Fix:
     "A named remedy: knobs with a value for on and for off."
@@ -21,7 +21,7 @@ class Fix:
     claim:str = ""  # what its source says it does
     measured:str = ""  # what was measured; empty: not yet
 
-# %% ../../nbs/knobs/03_fixes.ipynb #c7b945ea
+# %% ../../nbs/knobs/03_fixes.ipynb #3c18a023
 class Switch:
     "A fix bound to a trainer."
 
@@ -48,7 +48,7 @@ class Fixes(dict):
 
     def __missing__(self, name): raise UnknownName("fix", name, self)
 
-# %% ../../nbs/knobs/03_fixes.ipynb #f72dbc25
+# %% ../../nbs/knobs/03_fixes.ipynb #90d70e4c
 FIXES = (
     Fix("lower_lr", dict(lr=2e-4), dict(lr=1e-3), "prevents large updates"),
     Fix("bf16", dict(precision="bf16"), dict(precision="fp16"), "ends overflow in half precision"),

@@ -6,7 +6,7 @@
 __all__ = ['SCHEDULES', 'PRECISIONS', 'LearningRateKnobs', 'GradientKnobs', 'DataKnobs', 'LossScaleKnobs', 'EscalationKnobs',
            'FaultKnobs', 'MemoryKnobs', 'CleanupKnobs', 'Knobs']
 
-# %% ../../nbs/knobs/01_knobs.ipynb #de74b585
+# %% ../../nbs/knobs/01_knobs.ipynb #ef3b9374
 import warnings
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from .traits import Real, rule
 from ..run.renamed import KNOBS as RENAMED
 from ..run.renamed import current
 
-# %% ../../nbs/knobs/01_knobs.ipynb #4ca4acec
+# %% ../../nbs/knobs/01_knobs.ipynb #2d803a2d
 SCHEDULES = ("constant", "linear", "cosine", "restarts")
 
 
@@ -36,7 +36,7 @@ class LearningRateKnobs(HasTraits):
         unit="steps", concern="learning rate")
     lr_floor = Real(0.0, 0, 1, help="lowest multiplier of the schedule").tag(off=0.0, concern="learning rate")
 
-# %% ../../nbs/knobs/01_knobs.ipynb #96d94368
+# %% ../../nbs/knobs/01_knobs.ipynb #6da963ca
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -53,7 +53,7 @@ class GradientKnobs(HasTraits):
     ema = Real(None, 0, 1, allow_none=True, help="decay of the averaged weights used for prediction; 1 freezes them").tag(
         off=None, concern="weights")
 
-# %% ../../nbs/knobs/01_knobs.ipynb #b939c2e7
+# %% ../../nbs/knobs/01_knobs.ipynb #ca95498e
 class DataKnobs(HasTraits):
     "What is checked, validated, saved and recorded."
     check_inputs = Bool(True, help="check every sample for non-finite values before it is used").tag(off=False, concern="data")
@@ -70,7 +70,7 @@ class DataKnobs(HasTraits):
     log_every = Int(1, min=1, max=1000, help="steps between transfers of telemetry from the device; every step is "
         "recorded").tag(unit="steps", concern="telemetry")
 
-# %% ../../nbs/knobs/01_knobs.ipynb #617f3e28
+# %% ../../nbs/knobs/01_knobs.ipynb #7f160f0e
 class LossScaleKnobs(HasTraits):
     "When the loss scale and skipped steps are worth a word."
     scaler_watch = Bool(True, help="warn of a falling loss scale and of skipped steps in fp16").tag(
@@ -87,7 +87,7 @@ class LossScaleKnobs(HasTraits):
     max_skips = Int(50, min=1, help="skipped steps in a row after which training stops with a diagnosis; they are counted anew "
         "after every rung of the ladder").tag(unit="steps", concern="loss scale")
 
-# %% ../../nbs/knobs/01_knobs.ipynb #e9a5a278
+# %% ../../nbs/knobs/01_knobs.ipynb #2d89171a
 class EscalationKnobs(HasTraits):
     "The budgets of escalation."
     escalate_after = Int(20, min=1, allow_none=True, help="skipped steps in a row after which the next rung of the ladder is "
@@ -104,7 +104,7 @@ class EscalationKnobs(HasTraits):
     calm_after = Int(1000, min=1, help="optimizer steps after the last rung after which every budget of the ladder is whole "
         "again").tag(unit="steps", concern="guards")
 
-# %% ../../nbs/knobs/01_knobs.ipynb #ff8686d6
+# %% ../../nbs/knobs/01_knobs.ipynb #2e64711a
 class FaultKnobs(HasTraits):
     "When a case, or a gradient of zero, is worth an alarm."
     drop_looks = Int(8, min=0, help="samples with a non-finite loss whose forward pass is made again to name the module, in "
@@ -115,7 +115,7 @@ class FaultKnobs(HasTraits):
         "succeeds, so that a network that fails with every case accuses none. A larger number, or None, takes cases back").tag(
         unit="faults", off=None, concern="guards")
 
-# %% ../../nbs/knobs/01_knobs.ipynb #780c9f9b
+# %% ../../nbs/knobs/01_knobs.ipynb #263af583
 class MemoryKnobs(HasTraits):
     "What is done about memory that is short."
     activation_checkpointing = Bool(False, help="compute the activations of blocks again in the backward pass instead of "
@@ -131,7 +131,7 @@ class MemoryKnobs(HasTraits):
     predict_retries = Int(2, min=0, help="the same for a prediction; then it is an error").tag(
         unit="attempts", off=0, concern="memory")
 
-# %% ../../nbs/knobs/01_knobs.ipynb #31d8ba78
+# %% ../../nbs/knobs/01_knobs.ipynb #6ddb718e
 class CleanupKnobs(HasTraits):
     "When cached memory is given back, and when growth is a leak."
     cleanup = Bool(True, help="give cached memory of the device back where more is held than a level allows").tag(
@@ -146,7 +146,7 @@ class CleanupKnobs(HasTraits):
     leak_alarm = Real(0.5, 0, 1e6, help="growth of memory in each of two windows of 1,024 steps at which the alarm is raised").tag(
         unit="GB", off=0.0, concern="memory")
 
-# %% ../../nbs/knobs/01_knobs.ipynb #4aa04ef1
+# %% ../../nbs/knobs/01_knobs.ipynb #a2373633
 class Knobs(LearningRateKnobs, GradientKnobs, DataKnobs, LossScaleKnobs, EscalationKnobs, FaultKnobs, MemoryKnobs, CleanupKnobs):
     "Values that may change while training runs; a recipe's knobs extend these."
 
@@ -162,7 +162,7 @@ class Knobs(LearningRateKnobs, GradientKnobs, DataKnobs, LossScaleKnobs, Escalat
     def together(self):
         "Raises `UserError` for values that are sound each by itself and impossible together; nothing is impossible here."
 
-# %% ../../nbs/knobs/01_knobs.ipynb #652493b0
+# %% ../../nbs/knobs/01_knobs.ipynb #a569cf10
 def _renamed(requested):
     for old in RENAMED.keys() & requested.keys():
         warnings.warn(f"the knob {old!r} is called {RENAMED[old]!r} now", FutureWarning, stacklevel=4)
@@ -196,7 +196,7 @@ def put(self:Knobs,
     "Validate values, then set them; raises as `check` does."
     for k, v in self.check(**values).items(): setattr(self, k, v)
 
-# %% ../../nbs/knobs/01_knobs.ipynb #c07ed3fc
+# %% ../../nbs/knobs/01_knobs.ipynb #4daa705a
 @patch(cls_method=True)
 def parse(cls:Knobs,
     text:str,  # such as "lr=2e-4"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Change', 'whole', 'Mailbox']
 
-# %% ../../nbs/knobs/04_mailbox.ipynb #fae63ac2
+# %% ../../nbs/knobs/04_mailbox.ipynb #cc6d1bee
 import threading
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from ..run.directory import COMMANDS
 from ..run.requests import RequestLog
 from ..run.store import Store
 
-# %% ../../nbs/knobs/04_mailbox.ipynb #9a1a6177
+# %% ../../nbs/knobs/04_mailbox.ipynb #eba2edd1
 @dataclass
 class Change:
     "A request to change knobs. Its fields fill in as it is applied; `wait` returns when its fate is known."
@@ -39,7 +39,7 @@ class Change:
         if self.done.wait(timeout): return self
         raise TimeoutError(f"{self.requested} is still pending after {timeout} s; is the trainer running?")
 
-# %% ../../nbs/knobs/04_mailbox.ipynb #91bac5ca
+# %% ../../nbs/knobs/04_mailbox.ipynb #cb5f1b91
 def whole(
     at,  # number of a step, or None
 ) -> int:
@@ -47,7 +47,7 @@ def whole(
     if at is None or (isinstance(at, int) and not isinstance(at, bool)): return at
     raise UserError(f"at={at!r} must be the number of a step, or None for the next one")
 
-# %% ../../nbs/knobs/04_mailbox.ipynb #335ccff8
+# %% ../../nbs/knobs/04_mailbox.ipynb #712acda2
 class Mailbox:
     "Requests for changes and commands, from this process and from others, in the order in which they were made."
 
@@ -93,7 +93,7 @@ def finish(self:Mailbox,
     c = change
     self.log.finish(c.row, (c.state, c.applied_step, c.old, c.new, c.verified, c.reason), c.done.set)
 
-# %% ../../nbs/knobs/04_mailbox.ipynb #4ea318f3
+# %% ../../nbs/knobs/04_mailbox.ipynb #7ad3a10d
 @patch
 def _enqueue(self:Mailbox, row, source, text, at):
     change = Change({}, source, at, row=row)

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['smaller_tile', 'run_with_oom_retry']
 
-# %% ../../nbs/memory/06_inference.ipynb #23bdfcab
+# %% ../../nbs/memory/06_inference.ipynb #7cb767f7
 from .oom import attempt
 from .usage import Memory
 
-# %% ../../nbs/memory/06_inference.ipynb #837318c0
+# %% ../../nbs/memory/06_inference.ipynb #ca252c06
 def smaller_tile(
     side:int,  # voxels
     least:int=16,
@@ -19,7 +19,7 @@ def smaller_tile(
     half = side // 2 // multiple * multiple
     return half if half >= least else None
 
-# %% ../../nbs/memory/06_inference.ipynb #32e40d64
+# %% ../../nbs/memory/06_inference.ipynb #cda1129f
 def _next(options, tiled, side):
     "(whether another attempt makes sense, the tile for it)."
     if not tiled: return True, None

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RATES', 'HALF_DONE', 'MicroBatchSize', 'differs', 'shortage_of', 'MustGoBack', 'OOMRetry']
 
-# %% ../../nbs/memory/02_retry.ipynb #70830c43
+# %% ../../nbs/memory/02_retry.ipynb #d28d1562
 from fastcore.basics import patch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,12 +14,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..contracts.batch import StepBatch
 from ..contracts.replicas import BACK, RETRY, STOP, PeerFault
 from ..contracts.result import StepResult
+from ..contracts.state import KnobBinding
 from ..core import RunFailed
 from .oom import Shortage, clear_frames, is_oom, smaller, used
 from .usage import Memory
 from ..parallel.replicas import OneProcess
 
-# %% ../../nbs/memory/02_retry.ipynb #7a1fcf45
+# %% ../../nbs/memory/02_retry.ipynb #55d0f15b
 class MicroBatchSize:
     "How large the micro-batches are, what the user asked for, and when more is tried."
 
@@ -51,7 +52,7 @@ def larger(self:MicroBatchSize,
     size = 2 * self.own
     return True, self.asked if size >= (self.asked or batch) else size
 
-# %% ../../nbs/memory/02_retry.ipynb #507310f4
+# %% ../../nbs/memory/02_retry.ipynb #05a5d809
 @patch
 def shrunk(self:MicroBatchSize): "Memory ran out: a trial failed, if there was one."; self.failed += self.trial
 @patch
@@ -59,7 +60,7 @@ def state_dict(self:MicroBatchSize) -> dict: "What a checkpoint holds of it."; r
 @patch
 def load_state_dict(self:MicroBatchSize, state): "Take up a state."; vars(self).update(state)
 
-# %% ../../nbs/memory/02_retry.ipynb #1f47ce95
+# %% ../../nbs/memory/02_retry.ipynb #3ff73f72
 RATES = "dropout", "dropout_rate", "drop_prob"  # numbers by which attention, recurrent layers and stochastic depth know their dropout
 
 
@@ -79,7 +80,7 @@ def differs(
     found += ["its dropout is drawn anew for each part"] * drop
     return f"; {' and '.join(found)}, so the step differs from the one that was meant" if found else ""
 
-# %% ../../nbs/memory/02_retry.ipynb #9f51bef2
+# %% ../../nbs/memory/02_retry.ipynb #e6bbff2b
 def shortage_of(
     error:BaseException,  # for which `is_oom` holds, caught
     where:str,  # such as "forward" or "data"
@@ -121,7 +122,7 @@ class OOMRetry:
         self.shortage, self.peer_torn = None, False  # of the last attempt; whether another replica had begun its optimizer
         self.parted = False  # whether other replicas have stopped
 
-# %% ../../nbs/memory/02_retry.ipynb #b10f9135
+# %% ../../nbs/memory/02_retry.ipynb #8693aad0
 @patch
 def __call__(self:OOMRetry,
     iteration:int,  # number of the step
@@ -155,7 +156,7 @@ def _resize(self:OOMRetry, iteration):
     least = step.dropping.least
     if size.own != size.asked and size.own is not None and size.own < least: self.resize(least, iteration)
 
-# %% ../../nbs/memory/02_retry.ipynb #208ef3aa
+# %% ../../nbs/memory/02_retry.ipynb #5ab6e2cb
 @patch
 def _of_peer(self:OOMRetry, e):
     "What was short elsewhere. Raises `RunFailed` where the others have stopped."
@@ -173,7 +174,7 @@ def _torn(self:OOMRetry):
         self.peer_torn = self.step.replicas.agree(code).code == BACK
     return not self.step.undo() or self.peer_torn
 
-# %% ../../nbs/memory/02_retry.ipynb #42738b98
+# %% ../../nbs/memory/02_retry.ipynb #cc631798
 @patch
 def _again(self:OOMRetry, iteration, batch):
     "Take the step back, give memory back, and try again."
@@ -195,7 +196,7 @@ def _shrink(self:OOMRetry, iteration, batch, shortage):
     self._tell(iteration, batch, shortage, largest, size)
     if size != self.used: self.resize(size, iteration)
 
-# %% ../../nbs/memory/02_retry.ipynb #2f0ac5dc
+# %% ../../nbs/memory/02_retry.ipynb #e6f59e41
 @patch
 def _tell(self:OOMRetry, iteration, batch, shortage, before, after):
     other = "" if self.alone else differs(self.step.model, after)
@@ -211,13 +212,20 @@ def _diagnosis(self:OOMRetry, iteration, shortage, largest, most):
         f"{most} retries (the knob oom_retries). What saves memory: a smaller crop, precision bf16, activation checkpointing, a "
         "smaller network; or whatever else holds memory on this device")
 
-# %% ../../nbs/memory/02_retry.ipynb #09160dc1
+# %% ../../nbs/memory/02_retry.ipynb #6a519f96
 @patch
 def leave(self:OOMRetry):
     "Training ends here before the others expect it: tell them."
     if self.step.replicas.size == 1 or self.parted: return
     try: self.step.replicas.agree(STOP)
     except RuntimeError: self.parted = True  # who is gone already needs no word
+
+
+@patch
+def bindings(self:OOMRetry) -> dict:
+    "The knob that this part owns: micro_batch."
+    write = lambda value, source: self.size.changed(value, source, self.step.optimizer_step)
+    return dict(micro_batch=KnobBinding(write, lambda: self.used, at_start=False))
 
 
 @patch

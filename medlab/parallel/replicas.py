@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['OneProcess', 'ProcessGroup', 'replicas_here']
 
-# %% ../../nbs/parallel/00_replicas.ipynb #a57aa88b
+# %% ../../nbs/parallel/00_replicas.ipynb #980bba66
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 
 from ..contracts.replicas import FINE, Agreement, Replicas
 
-# %% ../../nbs/parallel/00_replicas.ipynb #0793da26
+# %% ../../nbs/parallel/00_replicas.ipynb #c8391b38
 class OneProcess:
     "This process trains alone."
     size, rank = 1, 0
@@ -28,7 +28,7 @@ class OneProcess:
 
     def common(self, items): "All of them."; return list(items)
 
-# %% ../../nbs/parallel/00_replicas.ipynb #e8a7cccf
+# %% ../../nbs/parallel/00_replicas.ipynb #4e6f4ce6
 class ProcessGroup:
     "The processes of `torch.distributed` that train one model together."
 
@@ -53,7 +53,7 @@ def agree(self:ProcessGroup,
     samples, losses, cut = rest
     return Agreement(int(max(codes)), codes.index(max(codes)), int(sum(samples)), sum(losses), any(cut))
 
-# %% ../../nbs/parallel/00_replicas.ipynb #aba65463
+# %% ../../nbs/parallel/00_replicas.ipynb #5150e896
 @patch
 @torch.no_grad()
 def sum_gradients(self:ProcessGroup,
@@ -78,7 +78,7 @@ def common(self:ProcessGroup,
     dist.all_gather_object(every, list(items))
     return [i for i in items if all(i in e for e in every)]
 
-# %% ../../nbs/parallel/00_replicas.ipynb #ce62b7d1
+# %% ../../nbs/parallel/00_replicas.ipynb #4ceaf411
 def replicas_here(
     device="cpu",  # where reductions are made
 ) -> Replicas:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KNOBS', 'EVENTS', 'current']
 
-# %% ../../nbs/run/10_renamed.ipynb #16a75f26
+# %% ../../nbs/run/10_renamed.ipynb #89b43c10
 KNOBS = dict(accumulate="gradient_accumulation_steps", validate="check_inputs", checkpointing="activation_checkpointing",
     climb_after="escalate_after")
 EVENTS = dict(lr="external_lr", nothing="no_step_taken", guard="recovery_action", not_saved="checkpoint_failed",

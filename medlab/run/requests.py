@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FATE', 'Known', 'RequestLog']
 
-# %% ../../nbs/run/11_requests.ipynb #8167f6f6
+# %% ../../nbs/run/11_requests.ipynb #cc91b217
 import json
 import threading
 import time
@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from .renamed import current
 from .store import Store
 
-# %% ../../nbs/run/11_requests.ipynb #9e7ca0f1
+# %% ../../nbs/run/11_requests.ipynb #017f4034
 @dataclass
 class Known:
     "A row id that is known already, with the part of `Future` that is used."
@@ -26,7 +26,7 @@ class Known:
     def exception(self): "None: it is known."; return None
     def add_done_callback(self, call): "Call at once."; call(self)
 
-# %% ../../nbs/run/11_requests.ipynb #ce562933
+# %% ../../nbs/run/11_requests.ipynb #e46889a2
 class RequestLog:
     "The requests of a run, in its database."
 
@@ -47,7 +47,7 @@ def add(self:RequestLog,
     row.add_done_callback(lambda f: f.exception() or self.own.add(f.result()))
     return row
 
-# %% ../../nbs/run/11_requests.ipynb #5fcfcc08
+# %% ../../nbs/run/11_requests.ipynb #4b8e58ac
 FATE = "UPDATE changes SET state=?, step=?, old=?, new=?, verified=?, reason=? WHERE id=?"
 
 
@@ -72,7 +72,7 @@ def void_after(self:RequestLog,
     "What was applied later did not happen."
     self.store.write("UPDATE changes SET state='undone', reason=? WHERE state='applied' AND step>?", reason, iteration)
 
-# %% ../../nbs/run/11_requests.ipynb #0a58542d
+# %% ../../nbs/run/11_requests.ipynb #97ee147f
 @patch
 def foreign_changes(self:RequestLog,
     db,  # the store's connection, in its thread

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['stored_meta', 'RunWriter']
 
-# %% ../../nbs/run/12_writer.ipynb #1dd9a1fb
+# %% ../../nbs/run/12_writer.ipynb #07de2156
 import json
 import sqlite3
 import time
@@ -20,7 +20,7 @@ from .directory import Run, hold
 from .loggers import SafeLoggers
 from .store import EVENT, Store
 
-# %% ../../nbs/run/12_writer.ipynb #592fe5cf
+# %% ../../nbs/run/12_writer.ipynb #ea29587d
 def stored_meta(
     path,  # run directory
     resume:bool,  # whether a run is expected there
@@ -41,7 +41,7 @@ def _missing(path):
     return (f"{str(path)!r} has lost its run.db, in which stands what its {len(left)} checkpoints belong to; bring it back. Their "
         f"weights can be read all the same: torch.load({left[-1].name!r}, weights_only=True)['model']")
 
-# %% ../../nbs/run/12_writer.ipynb #bdbc3ba5
+# %% ../../nbs/run/12_writer.ipynb #95c48a4a
 class RunWriter:
     "A run directory that this process writes: lock, database and loggers."
 
@@ -52,11 +52,11 @@ class RunWriter:
         loggers=(),  # of `MetricsLogger`
     ):
         self.path, self.held, self.store, self.run = Path(path), held, store, Run(path)
-        self.iteration = 0  # that events belong to which name none
+        self.where = lambda: 0  # function that tells the iteration of events which name none
         self.loggers = SafeLoggers(loggers, lambda name, text: self.event("logger", f"{name}: {text}", "warning"))
         store.on_rows = self.loggers.log_rows
 
-# %% ../../nbs/run/12_writer.ipynb #894e7a9b
+# %% ../../nbs/run/12_writer.ipynb #4c465a88
 def _claimed(path, new):
     held = None
     try:
@@ -80,7 +80,7 @@ def claim(cls:RunWriter,
     held, store = _claimed(Path(path), new)
     return cls(path, held, store, loggers)
 
-# %% ../../nbs/run/12_writer.ipynb #1c4ca1b0
+# %% ../../nbs/run/12_writer.ipynb #b45f99cf
 @patch
 def event(self:RunWriter,
     kind:str,  # such as "skip"
@@ -90,7 +90,7 @@ def event(self:RunWriter,
     **data,  # counts and causes; JSON-serializable
 ):  # future of the event's id
     "Record an event."
-    at = self.iteration if at is None else at
+    at = self.where() if at is None else at
     self.loggers.event(at, kind, text)
     return self.store.write(EVENT, time.time(), at, kind, level, text, json.dumps(data))
 
@@ -100,7 +100,7 @@ def notice(self:RunWriter, n:Notice):
     "Record a notice as an event."
     return self.event(n.kind, n.text, n.level, n.iteration, **n.data)
 
-# %% ../../nbs/run/12_writer.ipynb #6e18f45a
+# %% ../../nbs/run/12_writer.ipynb #e896981d
 @patch
 def open_segment(self:RunWriter,
     iteration:int,  # after which it begins

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DeviceDecisions', 'decisions_for']
 
-# %% ../../nbs/step/06_device.ipynb #5bc35223
+# %% ../../nbs/step/06_device.ipynb #309b06fc
 import math
 
 import torch
@@ -17,7 +17,7 @@ from .gradients import cause, clip_limit
 from .step import FLOOR, HostDecisions, Step
 from .transaction import Transaction
 
-# %% ../../nbs/step/06_device.ipynb #69511343
+# %% ../../nbs/step/06_device.ipynb #b66b95cc
 class DeviceDecisions:
     "Leave every decision to the device; the optimizer must be fused, with tensors for its learning rates."
 
@@ -35,7 +35,7 @@ class DeviceDecisions:
         "The scaler in force: the real one for fp16, else one whose scale is 1."
         return self.step.scaler if self.step.knobs.now.precision == "fp16" else self.unit
 
-# %% ../../nbs/step/06_device.ipynb #483cb57c
+# %% ../../nbs/step/06_device.ipynb #64375104
 @patch
 def _look_up(self:DeviceDecisions):
     "The learning rate and the weights of the averages for the steps taken so far."
@@ -56,7 +56,7 @@ def set_lr(self:DeviceDecisions, t):
     t.lr, *self.moves = self._look_up()
     for g in self.step.optimizer.param_groups: g["lr"].copy_(t.lr * g.get("lr_scale", 1.0))
 
-# %% ../../nbs/step/06_device.ipynb #d74137af
+# %% ../../nbs/step/06_device.ipynb #f427aa8d
 @patch
 def sums(self:DeviceDecisions, out):
     "Sums over the samples, as tensors."
@@ -67,7 +67,7 @@ def sums(self:DeviceDecisions, out):
 @patch
 def sees_nonfinite(self:DeviceDecisions, sums): "Never: to see is to wait."; return False
 
-# %% ../../nbs/step/06_device.ipynb #0e8b42ca
+# %% ../../nbs/step/06_device.ipynb #d99a6562
 @patch
 def _clip(self:DeviceDecisions, t, grads, loss):
     "Norm and factor of the gradient, and the gradient scaled by it; a factor that is not finite leaves it as it is."
@@ -91,7 +91,7 @@ def _found(self:DeviceDecisions, t, loss):
     for f in flags.values(): f.fill_(found)
     return found, overflow
 
-# %% ../../nbs/step/06_device.ipynb #65808e09
+# %% ../../nbs/step/06_device.ipynb #8896f936
 @patch
 def finish(self:DeviceDecisions, t, expected):
     "Decide on the device, and step."
@@ -126,7 +126,7 @@ def _average(self:DeviceDecisions, found):
     if self.step.knobs.now.ema is not None: self.step.averaged().update(decay * (1 - found))
     for a, w in zip(self.step.system.averages.values(), weights): a.update(w * (1 - found))
 
-# %% ../../nbs/step/06_device.ipynb #e36577bb
+# %% ../../nbs/step/06_device.ipynb #ca4df361
 @patch
 def book(self:DeviceDecisions, t):
     "Keep the step's values on the device; its result comes from `settle`."
@@ -166,7 +166,7 @@ def fetch(self:DeviceDecisions,
     "The one place where the host waits for the device."
     return torch.cat(rows).tolist()
 
-# %% ../../nbs/step/06_device.ipynb #ab634135
+# %% ../../nbs/step/06_device.ipynb #1b508979
 def _read(t, values):
     "Replace the tensors of a transaction by numbers."
     for k in t.sums or {}:
@@ -193,7 +193,7 @@ def _note(self:DeviceDecisions, t, cases):
     if cases: t.notice("nonfinite_loss", f"the loss is not finite for {', '.join(cases)}, so the step is skipped", cases=cases)
     elif self.step.knobs.now.precision == "fp16" and t.scale / 2 < floor: t.notice("scale_floor", FLOOR.format(floor))
 
-# %% ../../nbs/step/06_device.ipynb #0f41a99a
+# %% ../../nbs/step/06_device.ipynb #e8280b42
 def decisions_for(
     optimizer:torch.optim.Optimizer,
     replicas=None,  # `Replicas`; None: this process trains alone

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TOO_FEW', 'SecondLook', 'Dropping']
 
-# %% ../../nbs/step/04_dropping.ipynb #7e8e5538
+# %% ../../nbs/step/04_dropping.ipynb #1e54dac0
 import math
 from collections import deque
 
@@ -17,7 +17,7 @@ from ..core import UserError
 from .gradients import blame, guilty
 from .transaction import Transaction
 
-# %% ../../nbs/step/04_dropping.ipynb #5f1d0714
+# %% ../../nbs/step/04_dropping.ipynb #c8cc0657
 class SecondLook:
     "Asks a diagnosis for the module at fault, as often as the budget allows."
 
@@ -34,7 +34,7 @@ class SecondLook:
         self.asked.append(t.iteration)
         return self.look(step, t, i, batch)
 
-# %% ../../nbs/step/04_dropping.ipynb #4270f3af
+# %% ../../nbs/step/04_dropping.ipynb #b3e1fa5f
 class Dropping:
     "Takes samples out of a micro-batch."
 
@@ -54,7 +54,7 @@ def _note(self:Dropping, t, i, batch, out, bad):
     t.notice("drop", f"the forward pass gave a non-finite loss for {', '.join(names)}; {rest}; {why}"
         + (f": {found.text}" if found else ""), cases=names, values=values, **seen)
 
-# %% ../../nbs/step/04_dropping.ipynb #bc5fd149
+# %% ../../nbs/step/04_dropping.ipynb #6e4bda8c
 @patch
 def nonfinite(self:Dropping,
     t:Transaction,
@@ -73,7 +73,7 @@ def nonfinite(self:Dropping,
         sums = self.step.sums(out) if out else None
     return batch, out, sums
 
-# %% ../../nbs/step/04_dropping.ipynb #39d93666
+# %% ../../nbs/step/04_dropping.ipynb #12431a1a
 TOO_FEW = "Expected more than 1 "  # how torch's normalizations begin
 
 

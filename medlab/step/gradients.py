@@ -6,7 +6,7 @@
 __all__ = ['LEVELS', 'LOWEST', 'quick_norm', 'exact_norm', 'clip_limit', 'check_losses', 'cause', 'guilty', 'blame',
            'describe_groups', 'no_gradient', 'without_gradient']
 
-# %% ../../nbs/step/02_gradients.ipynb #5ed31765
+# %% ../../nbs/step/02_gradients.ipynb #89a68396
 import math
 
 import torch
@@ -18,7 +18,7 @@ from ..core import UserError
 from ..knobs.knobs import Knobs
 from ..numerics.finite import bad_samples, finite_report
 
-# %% ../../nbs/step/02_gradients.ipynb #f32e6464
+# %% ../../nbs/step/02_gradients.ipynb #7d30be70
 def quick_norm(
     grads:list[Shaped[Tensor, "..."]],
 ) -> float:  # L2 norm, ≥ 0; not finite where a gradient is not, and where a square overflows
@@ -26,7 +26,7 @@ def quick_norm(
     if len(grads) < 6: return math.hypot(*[torch.linalg.vector_norm(g).item() for g in grads])
     return math.hypot(*torch.stack(torch._foreach_norm(grads)).tolist())
 
-# %% ../../nbs/step/02_gradients.ipynb #486daa9c
+# %% ../../nbs/step/02_gradients.ipynb #fba4b956
 def _counted(name, g, bad):
     nan = int(torch.isnan(g).sum())
     return f"gradient of {name!r} holds {bad} non-finite of {g.numel()} values ({nan} NaN, {bad - nan} Inf)"
@@ -41,7 +41,7 @@ def exact_norm(
         if bad := int((~torch.isfinite(g)).sum()): return math.nan, _counted(name, g, bad)
     return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in named]).norm().item(), None
 
-# %% ../../nbs/step/02_gradients.ipynb #3f963f44
+# %% ../../nbs/step/02_gradients.ipynb #6b92587e
 LEVELS = ((50.0, 25.0), (10.0, 50.0))  # (loss above which, norm allowed); 100 below them all
 
 
@@ -56,7 +56,7 @@ def clip_limit(
     if torch.is_tensor(loss): return torch.where(loss > high, strict, torch.where(loss > low, middle, 100.0)).clamp(max=limit)
     return min(limit, strict if loss > high else middle if loss > low else 100.0)
 
-# %% ../../nbs/step/02_gradients.ipynb #27bc9421
+# %% ../../nbs/step/02_gradients.ipynb #ca4f43ba
 def check_losses(
     out,  # what a recipe's `losses` returned
     n:int,  # samples in the micro-batch
@@ -73,7 +73,7 @@ def check_losses(
     if not out["loss"].requires_grad:
         raise UserError("losses()['loss'] does not depend on the model; check losses() for detach, no_grad or constants")
 
-# %% ../../nbs/step/02_gradients.ipynb #6a5760b5
+# %% ../../nbs/step/02_gradients.ipynb #abc0fd5c
 LOWEST = 2.0**-128  # a loss scale whose inverse is infinite in float32
 
 
@@ -90,7 +90,7 @@ def cause(
             "scale mends (the knob scale_floor)")
     return f"the loss is finite ({loss:.4g}), so the backward pass overflowed at scale {scale:g}, which a lower scale can mend"
 
-# %% ../../nbs/step/02_gradients.ipynb #11ec528d
+# %% ../../nbs/step/02_gradients.ipynb #7303ae46
 def guilty(
     batch:Batch,
     bad:list,  # indices of the samples whose loss is not finite
@@ -109,7 +109,7 @@ def blame(
     why = "its inputs are finite, so the network or the loss is at fault" if inputs.ok else str(inputs)
     return [batch.names[b] for b in bad], why, inputs.ok
 
-# %% ../../nbs/step/02_gradients.ipynb #5ca99eff
+# %% ../../nbs/step/02_gradients.ipynb #96998d58
 def describe_groups(
     optimizer:torch.optim.Optimizer,
 ) -> str:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Transaction', 'untouched']
 
-# %% ../../nbs/step/03_transaction.ipynb #2605cefc
+# %% ../../nbs/step/03_transaction.ipynb #0643c25d
 import contextlib
 import time
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ import torch
 
 from ..contracts.result import Notice
 
-# %% ../../nbs/step/03_transaction.ipynb #f45f9203
+# %% ../../nbs/step/03_transaction.ipynb #6a1d6e9a
 @dataclass
 class Transaction:
     "One call of a step. Values are floats, or 0-dimensional tensors where they are left on the device."
@@ -43,7 +43,7 @@ class Transaction:
         "Note something that becomes an event if the step is booked."
         self.notices.append(Notice(kind, f"step {self.iteration}: {text}", level, self.iteration, data))
 
-# %% ../../nbs/step/03_transaction.ipynb #b2b2a5f3
+# %% ../../nbs/step/03_transaction.ipynb #3cdeaa17
 def untouched(
     optimizer:torch.optim.Optimizer,  # after its step raised
     taken:int,  # steps it had taken before, ≥ 0

@@ -10,18 +10,18 @@ pytest.importorskip("wandb")
 HEAD = """
 import psutil, sys, time
 from medlab.run.loggers import SafeLoggers, WandbLogger
-told = []
-sinks = SafeLoggers([WandbLogger("medlab", sys.argv[1], config={"lr": 1e-3}, id="id1")], lambda name, text: told.append(text))
-sinks.log_rows(["loss", "grad_norm"], [(s, 1 / s, float("inf")) for s in range(1, 101)])
+reported = []
+loggers = SafeLoggers([WandbLogger("medlab", sys.argv[1], config={"lr": 1e-3}, id="id1")], lambda name, text: reported.append(text))
+loggers.log_rows(["loss", "grad_norm"], [(s, 1 / s, float("inf")) for s in range(1, 101)])
 """
 KILL = """
-while sinks.sinks[0].lane._calls.qsize(): time.sleep(0.01)
+while loggers.loggers[0].lane._calls.qsize(): time.sleep(0.01)
 for child in psutil.Process().children(recursive=True): child.kill()
-for step in range(101, 121): sinks.log(step, {"loss": 0.5}); time.sleep(0.01)
+for step in range(101, 121): loggers.log(step, {"loss": 0.5}); time.sleep(0.01)
 """
 TAIL = """
-sinks.close()
-print(*told, sep=chr(10))
+loggers.close()
+print(*reported, sep=chr(10))
 """
 
 
