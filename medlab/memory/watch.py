@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['MemoryWatch']
 
-# %% ../../nbs/memory/07_watch.ipynb #a4ada56c
+# %% ../../nbs/memory/07_watch.ipynb #fdbcfc3c
+from ..knobs.knobs import Knobs
 from .leak import LeakWatch
 from .manager import MemoryManager
 from .usage import Memory
 
-# %% ../../nbs/memory/07_watch.ipynb #f2f1606b
+# %% ../../nbs/memory/07_watch.ipynb #53043e45
 class MemoryWatch:
     "Listens to the steps, and looks at memory now and then."
 
@@ -28,7 +29,7 @@ class MemoryWatch:
     def after_step(self, result, batch):
         "Look, if it is time."
         self.iteration = result.iteration
-        if result.iteration % self.every == 1 or self.host is None: self.look()
+        if (result.iteration - 1) % self.every == 0 or self.host is None: self.look()
 
     def look(self):
         "Look at memory now."

@@ -19,7 +19,8 @@ from ..data.phantom_cases import PhantomCase
 from ..data.split import Split, split_cases
 from ..losses.diffusion import PREDICTIONS, Schedule, add_noise, antithetic, ddim_sample, diffusion_losses, target, time_points
 from ..metrics import apply_linear, fit_linear, psnr, ssim
-from ..knobs.knobs import Knobs, Real
+from ..knobs.knobs import Knobs
+from ..knobs.traits import Real
 from .base import Recipe, Table
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #da7aea5f

@@ -24,7 +24,9 @@ from ..losses.frequency import amplitude_phase, charbonnier, fft_loss, l1
 from ..metrics import psnr, ssim
 from ..nets import frequency
 from ..nets.restoration import OPTIONS, restoration_net
-from ..knobs.knobs import FIXES, Fix, Knobs, Real
+from ..knobs.fixes import FIXES, Fix
+from ..knobs.knobs import Knobs
+from ..knobs.traits import Real
 from .base import Recipe, output_file
 
 # %% ../../nbs/recipes/02_restoration.ipynb #c77e4afd

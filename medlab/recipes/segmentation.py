@@ -27,7 +27,9 @@ from ..data.volume import Volume, write_volume
 from ..losses.segmentation import SurfaceTerm, ce_loss, cldice_loss, dice_loss, supervised
 from ..metrics import label_scores
 from ..nets.segmentation import classes_of, heads, segmentation_net, side_factor
-from ..knobs.knobs import FIXES, Fix, Knobs, Real
+from ..knobs.fixes import FIXES, Fix
+from ..knobs.knobs import Knobs
+from ..knobs.traits import Real
 from .base import Recipe, output_file
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #28be5341

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from fastcore.basics import patch
 
-from .columns import BLOCK, BUCKET, Frame, sound  # noqa: F401  BLOCK and BUCKET are imported from here
+from .columns import BLOCK, BUCKET, Frame, sound
 
 # %% ../../nbs/run/01_store.ipynb #abd664a8
 TABLES = """

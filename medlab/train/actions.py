@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['Actions']
 
-# %% ../../nbs/train/04_actions.ipynb #a41686fd
+# %% ../../nbs/train/04_actions.ipynb #cbda7a0e
 from functools import singledispatchmethod
 
 from ..contracts.listener import Quarantine, ResetScale, RollBack, SetKnobs, Stop
 from ..core import RunFailed
 
-# %% ../../nbs/train/04_actions.ipynb #7336cc15
+# %% ../../nbs/train/04_actions.ipynb #0baad355
 class Actions:
     "Carries out what listeners ask for."
 

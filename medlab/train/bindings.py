@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['set_weight_decay', 'read_weight_decay', 'recompute', 'outer_bindings']
 
-# %% ../../nbs/train/06_bindings.ipynb #212f8182
+# %% ../../nbs/train/06_bindings.ipynb #57ebcd57
 import torch
 
 from ..contracts.state import KnobBinding
@@ -13,7 +13,7 @@ from ..core import UserError
 from ..knobs.knobs import Knobs
 from ..memory.savings import read_checkpointing, set_checkpointing
 
-# %% ../../nbs/train/06_bindings.ipynb #e59d7b45
+# %% ../../nbs/train/06_bindings.ipynb #1be28ca4
 def set_weight_decay(
     optimizer:torch.optim.Optimizer,
     value:float,  # ≥ 0
@@ -32,7 +32,7 @@ def read_weight_decay(
     scaled = [(g.get("weight_decay", 0.0), g.get("decay_scale", 1.0)) for g in optimizer.param_groups]
     return max(decay / scale for decay, scale in scaled if scale)
 
-# %% ../../nbs/train/06_bindings.ipynb #85657dbf
+# %% ../../nbs/train/06_bindings.ipynb #2d401007
 def recompute(
     model:torch.nn.Module,
     on:bool,
@@ -44,7 +44,7 @@ def recompute(
         "attribute `checkpointing` that it obeys, or name them in build_model: set_checkpointing(model, True, blocks=(Block,)) "
         "of medlab.memory.savings")
 
-# %% ../../nbs/train/06_bindings.ipynb #2cefce63
+# %% ../../nbs/train/06_bindings.ipynb #978434fb
 def outer_bindings(
     recipe,  # `Recipe`
     model:torch.nn.Module,

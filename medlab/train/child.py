@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['work']
 
-# %% ../../nbs/train/10_child.ipynb #86fde627
+# %% ../../nbs/train/10_child.ipynb #15fb7ada
 import traceback
 
 from .process import leave_word
 from .state import recipe_of
 from .trainer import Trainer
 
-# %% ../../nbs/train/10_child.ipynb #1adf9c55
+# %% ../../nbs/train/10_child.ipynb #534b005b
 def work(
     path:str, until:int, device:str, threads:int, trust=(),  # see `start_process`
 ) -> int:  # exit status: 0, or 1 where it could not begin

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Halted', 'Loop', 'Between', 'recover']
 
-# %% ../../nbs/train/05_loop.ipynb #06fa4570
+# %% ../../nbs/train/05_loop.ipynb #7865fe09
 import threading
 import time
 
@@ -15,7 +15,7 @@ from ..core import RunFailed
 from ..memory.retry import HALF_DONE, MustGoBack
 from .worker import PATIENCE
 
-# %% ../../nbs/train/05_loop.ipynb #1d3bcc85
+# %% ../../nbs/train/05_loop.ipynb #f503136e
 class Halted(BaseException): "A stop was asked for while no batch came."
 
 
@@ -67,7 +67,7 @@ def deliver(self:Loop, results):
 @patch
 def flush(self:Loop): "Read and deliver every step made so far."; self.deliver(self.step.settle(force=True))
 
-# %% ../../nbs/train/05_loop.ipynb #6f9eee96
+# %% ../../nbs/train/05_loop.ipynb #77d431ab
 @patch
 def run(self:Loop, upkeep):
     "Make steps up to the target, with `upkeep()` after each; ends early where a stop is asked for."
@@ -87,7 +87,7 @@ def abandon(self:Loop, samples_seen):
     self.between.behind = "begun" if self.step.undo() else "torn"
     self.retry.leave()
 
-# %% ../../nbs/train/05_loop.ipynb #049677c4
+# %% ../../nbs/train/05_loop.ipynb #cee457e2
 class Between:
     "Everything that may happen between two steps; calling it tells whether to go on."
 
@@ -121,7 +121,7 @@ def __call__(self:Between) -> bool:
     if self.mailbox.waiting: self.apply_due(self.progress.iteration + 1)
     return True
 
-# %% ../../nbs/train/05_loop.ipynb #9fea09fc
+# %% ../../nbs/train/05_loop.ipynb #901bad59
 @patch
 def apply_due(self:Between,
     iteration:int,  # that is about to be made, also for the second time
@@ -161,7 +161,7 @@ def _pause(self:Between):
     self.writer.set_meta(state="running")
     if not self.worker.stopping.is_set(): self.note("resume")
 
-# %% ../../nbs/train/05_loop.ipynb #b68ae7f3
+# %% ../../nbs/train/05_loop.ipynb #5c646e3d
 @patch
 def no_batch(self:Between,
     seconds:float,  # that were waited so far
@@ -173,7 +173,7 @@ def no_batch(self:Between,
     self.writer.event("data_stall", f"step {self.slow + 1}: no batch has come for {seconds:.0f} s, so its samples are read slowly, or a "
         "loading process hangs; the knob worker_timeout ends such", "warning", self.slow + 1)
 
-# %% ../../nbs/train/05_loop.ipynb #2962a7a2
+# %% ../../nbs/train/05_loop.ipynb #1e751906
 def recover(
     iteration:int,  # of the step
     torn:MustGoBack,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COMMAND', 'start_process', 'movable', 'leave_word']
 
-# %% ../../nbs/train/08_process.ipynb #873a4fe4
+# %% ../../nbs/train/08_process.ipynb #3f5bc774
 import json
 import os
 import socket
@@ -22,7 +22,7 @@ from ..run.writer import RunWriter
 from .saving import differing
 from .state import recipe_of
 
-# %% ../../nbs/train/08_process.ipynb #37042c4b
+# %% ../../nbs/train/08_process.ipynb #e1730c56
 COMMAND = "import json, sys; from medlab.train.child import work; sys.exit(work(**json.loads(sys.argv[1])))"
 
 
@@ -39,7 +39,7 @@ def _spawn(path, job, trust):
     threading.Thread(target=process.wait, name="medlab-process", daemon=True).start()
     return process
 
-# %% ../../nbs/train/08_process.ipynb #480814f8
+# %% ../../nbs/train/08_process.ipynb #a3b2e6b6
 def start_process(
     path,  # run directory that nobody trains
     until:int=None,  # number of the last step; None: until it is stopped
@@ -61,7 +61,7 @@ def start_process(
     run.close()
     return process.pid
 
-# %% ../../nbs/train/08_process.ipynb #7fb6366b
+# %% ../../nbs/train/08_process.ipynb #cf1abe01
 def movable(
     recipe,  # `Recipe`
     path,  # run directory
@@ -81,7 +81,7 @@ def movable(
             "process=True")
     return () if module.startswith("medlab.") else (module,)
 
-# %% ../../nbs/train/08_process.ipynb #b6a9b024
+# %% ../../nbs/train/08_process.ipynb #4deedc4e
 def leave_word(
     path,  # run directory
     error:Exception,  # that stopped a trainer before it was one

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Progress', 'last_step', 'Bar']
 
-# %% ../../nbs/train/00_progress.ipynb #2836fb89
+# %% ../../nbs/train/00_progress.ipynb #e9ec3e19
 import numbers
 import time
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from ..core import UserError
 
-# %% ../../nbs/train/00_progress.ipynb #9581d345
+# %% ../../nbs/train/00_progress.ipynb #5a9a6124
 @dataclass
 class Progress:
     "Where the loop is."
@@ -38,7 +38,7 @@ def last_step(
     if not isinstance(wanted, numbers.Integral) or wanted < 1: raise UserError(f"{name}={wanted!r} must be an integer ≥ 1")
     return int(wanted) + (iteration if steps is not None else 0)
 
-# %% ../../nbs/train/00_progress.ipynb #c7d172ea
+# %% ../../nbs/train/00_progress.ipynb #c0f4546a
 class Bar:
     "Progress with loss, lr, target, step, mem_gb and step_time: a bar, or a line now and then where there is no terminal."
 

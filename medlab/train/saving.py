@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Saver', 'differing', 'ask_again']
 
-# %% ../../nbs/train/07_saving.ipynb #58668b67
+# %% ../../nbs/train/07_saving.ipynb #23d65e63
 import json
 import time
 import warnings
@@ -20,7 +20,7 @@ from ..numerics.finite import is_finite
 from ..run.checkpoint import CheckpointManager, NotSaved, read_state
 from .state import RunState, environment
 
-# %% ../../nbs/train/07_saving.ipynb #6ccba32b
+# %% ../../nbs/train/07_saving.ipynb #c07f315b
 class Saver:
     "Writes checkpoints, and goes back to them."
 
@@ -46,7 +46,7 @@ def iteration(self:Saver) -> int: "Steps made."; return self.loop.progress.itera
 @patch(as_prop=True)
 def kept(self:Saver) -> list: "Iterations of the kept checkpoints, on every replica those that all of them keep."; return self.loop.step.replicas.common([c["step"] for c in self.writer.run.checkpoints()])
 
-# %% ../../nbs/train/07_saving.ipynb #1b999fc5
+# %% ../../nbs/train/07_saving.ipynb #a4524358
 @patch
 def save(self:Saver) -> Path:  # None where it could not be written, and training goes on
     "Write a checkpoint now. Raises `NotSaved` where it cannot be written and nothing trains."
@@ -86,7 +86,7 @@ def rescue(self:Saver, error):
     whole = getattr(error, "whole", False)
     if whole and all(bool(is_finite(p)) for p in self.loop.step.model.parameters()): self.save()
 
-# %% ../../nbs/train/07_saving.ipynb #e1069637
+# %% ../../nbs/train/07_saving.ipynb #279c798d
 @patch
 def open_segment(self:Saver):
     "Begin a segment at the step where the run is."
@@ -95,7 +95,7 @@ def open_segment(self:Saver):
     self.writer.open_segment(self.iteration, environment(self.device, self.threads))
     for call in self.segments: call()
 
-# %% ../../nbs/train/07_saving.ipynb #c798cea0
+# %% ../../nbs/train/07_saving.ipynb #f7db0dee
 @patch
 def _row(self:Saver, step):
     kept = self.writer.run.checkpoints()
@@ -131,7 +131,7 @@ def _seek(self:Saver, samples_seen=None):
     batches.seek(batches.samples_seen if samples_seen is None else samples_seen)
     self.loop.between.controls.enforce()
 
-# %% ../../nbs/train/07_saving.ipynb #1d0a12f8
+# %% ../../nbs/train/07_saving.ipynb #1e300379
 def differing(
     recipe,
     stored:dict,  # the configuration stored with its run
@@ -152,7 +152,7 @@ def ask_again(
         if c.state != "applied" or c.applied_step <= after or c.source.startswith("resume"): continue
         ask(f"{source} oom" if c.source == "oom" else source, c.applied_step, **c.requested)
 
-# %% ../../nbs/train/07_saving.ipynb #fc351439
+# %% ../../nbs/train/07_saving.ipynb #95ac7f05
 @patch
 def resume(self:Saver,
     stored:dict,  # `meta` of the run

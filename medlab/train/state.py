@@ -6,7 +6,7 @@
 __all__ = ['FORMAT', 'LEARNED', 'torch_device', 'build_system', 'build_optimizer', 'ModelState', 'OptimizerState', 'KnobState',
            'RunState', 'upgraded', 'environment', 'recipe_of', 'load_model']
 
-# %% ../../nbs/train/03_state.ipynb #3a6e881d
+# %% ../../nbs/train/03_state.ipynb #e7b4ce08
 import importlib
 import inspect
 import os
@@ -15,6 +15,7 @@ import socket
 
 import torch
 from fastcore.basics import patch
+from torch import nn
 
 import medlab
 from ..contracts.system import System
@@ -25,7 +26,7 @@ from ..run.checkpoint import newest_state
 from ..run.directory import Run
 from ..run.renamed import current
 
-# %% ../../nbs/train/03_state.ipynb #d0fa4ecf
+# %% ../../nbs/train/03_state.ipynb #7bce247a
 def torch_device(
     name=None,  # such as "cpu" or "cuda:1"; None: the GPU if there is one
 ) -> torch.device:
@@ -62,7 +63,7 @@ def build_optimizer(
             "it is given")
     return optimizer
 
-# %% ../../nbs/train/03_state.ipynb #b28a3c90
+# %% ../../nbs/train/03_state.ipynb #b552df93
 class ModelState:
     "The trained network as a part."
 
@@ -79,7 +80,7 @@ class ModelState:
         raise UserError(f"the checkpoint is of another network: {len(differ)} tensors differ, the first is {k!r} "
             f"({theirs.get(k, 'absent')} in the checkpoint, {own.get(k, 'absent')} in the model)")
 
-# %% ../../nbs/train/03_state.ipynb #33ba0b77
+# %% ../../nbs/train/03_state.ipynb #c361e0b6
 class OptimizerState:
     "The optimizer as a part."
 
@@ -108,7 +109,7 @@ class KnobState:
     def state_dict(self): "Every knob with its value."; return self.knobs.values()
     def load_state_dict(self, state): "Set them; older names are read."; self.knobs.put(current(state))
 
-# %% ../../nbs/train/03_state.ipynb #b66a2ffe
+# %% ../../nbs/train/03_state.ipynb #55c4b43d
 FORMAT = 2
 LEARNED = ("quarantine", "escalation")  # parts that a rollback leaves as they are
 
@@ -143,7 +144,7 @@ def load_state_dict(self:RunState,
     for name, part in self.parts.items():
         if not (back and name in LEARNED): part.load_state_dict(state.get(name))
 
-# %% ../../nbs/train/03_state.ipynb #dbb90ce3
+# %% ../../nbs/train/03_state.ipynb #9b6ccac5
 def _quarantine(feed, guards):
     "The quarantine of format 1; None where it held none."
     if feed is None and guards is None: return None
@@ -167,7 +168,7 @@ def upgraded(
         progress=dict(iteration=s["number"]), schedule=dict(anchor=s["anchor"]), batches=dict(samples_seen=s["cursor"]),
         retry=s.get("recovery"), quarantine=_quarantine(s.get("feed"), s.get("guards")), escalation=s.get("guards"))
 
-# %% ../../nbs/train/03_state.ipynb #7dd9ee8d
+# %% ../../nbs/train/03_state.ipynb #269309d9
 def environment(
     device:torch.device,
     threads:int,
@@ -176,7 +177,7 @@ def environment(
     return dict(medlab=medlab.__version__, torch=torch.__version__, python=platform.python_version(), device=str(device),
         threads=threads, pid=os.getpid(), host=socket.gethostname())
 
-# %% ../../nbs/train/03_state.ipynb #f2fdcd81
+# %% ../../nbs/train/03_state.ipynb #92e29ed9
 def recipe_of(
     path,  # run directory
     trust=(),  # further modules whose classes may be built; what stands in a run directory is code to nobody else

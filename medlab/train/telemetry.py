@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CLOCK', 'Telemetry']
 
-# %% ../../nbs/train/02_telemetry.ipynb #d4cadec5
+# %% ../../nbs/train/02_telemetry.ipynb #d6b8d0a3
 import time
 
 from fastcore.basics import patch
@@ -15,7 +15,7 @@ from ..memory.watch import MemoryWatch
 from ..run.writer import RunWriter
 from .progress import Bar, Progress
 
-# %% ../../nbs/train/02_telemetry.ipynb #867897de
+# %% ../../nbs/train/02_telemetry.ipynb #ee918f6d
 CLOCK = ("step_time", "data_time", "forward_time", "backward_time", "update_time", "mem_gb", "samples_per_s", "consumed",
     "epoch", "taken", "skips", "elapsed", "attempted")  # s; GB; counts
 
@@ -38,7 +38,7 @@ class Telemetry:
         "Rows from here on belong to another segment of the run."
         self.frames = {}  # names of metrics → frame
 
-# %% ../../nbs/train/02_telemetry.ipynb #407e3c28
+# %% ../../nbs/train/02_telemetry.ipynb #dbe47d21
 @patch
 def put(self:Telemetry,
     iteration:int,
@@ -49,7 +49,7 @@ def put(self:Telemetry,
     if names not in self.frames: self.frames[names] = self.writer.store.frame(*names)
     self.frames[names].append((iteration, *metrics.values()))
 
-# %% ../../nbs/train/02_telemetry.ipynb #4e653da1
+# %% ../../nbs/train/02_telemetry.ipynb #88f33765
 @patch
 def _clock(self:Telemetry, r, batch):
     now, spent, m = r.ended, r.ended - batch.began, self.memory
@@ -60,7 +60,7 @@ def _clock(self:Telemetry, r, batch):
     if names not in self.frames: self.frames[names] = self.writer.store.frame(*names)
     self.frames[names].append((r.iteration, *row))
 
-# %% ../../nbs/train/02_telemetry.ipynb #a7c73530
+# %% ../../nbs/train/02_telemetry.ipynb #472a5a07
 @patch
 def after_step(self:Telemetry, result, batch):
     "Write the step down."

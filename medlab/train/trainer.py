@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Trainer', 'set_up_notices']
 
-# %% ../../nbs/train/09_trainer.ipynb #f0ac6599
+# %% ../../nbs/train/09_trainer.ipynb #f910a52b
 import contextlib
 import copy
 import sys
@@ -50,7 +50,7 @@ from .state import KnobState, ModelState, OptimizerState, RunState, build_optimi
 from .telemetry import Telemetry
 from .worker import Worker, idle, interrupts, start_worker, wait_for
 
-# %% ../../nbs/train/09_trainer.ipynb #6e528bda
+# %% ../../nbs/train/09_trainer.ipynb #ed3d5472
 class Trainer:
     "Trains a recipe in a run directory."
 
@@ -84,7 +84,7 @@ class Trainer:
     def __repr__(self):
         return f"Trainer({self.recipe.name!r}, run={str(self.path)!r}, step {self.iteration:,}{', training' * self.worker.alive})"
 
-# %% ../../nbs/train/09_trainer.ipynb #a7e65492
+# %% ../../nbs/train/09_trainer.ipynb #2a0e41a0
 @patch
 def _prepare(self:Trainer,
     given,  # knobs that a new run starts with by request of the user or the recipe; None: the run goes on
@@ -104,7 +104,7 @@ def _prepare(self:Trainer,
 @patch
 def _report(self:Trainer, *args, **data): "Write an event."; return self.writer.event(*args, **data)
 
-# %% ../../nbs/train/09_trainer.ipynb #b1a53745
+# %% ../../nbs/train/09_trainer.ipynb #ffe922a7
 @patch
 def _assemble(self:Trainer, stored, knobs):
     "Make the parts, take up what was stored, and open a segment."
@@ -136,7 +136,7 @@ def set_up_notices(
     out = [Notice("quarantine", f"{case} is left out: {reason}", data=dict(case=case)) for case, reason in info.get("quarantined", ())]
     return out + [Notice("data", text, level) for level, text in info.get("notes", ())]
 
-# %% ../../nbs/train/09_trainer.ipynb #559e44df
+# %% ../../nbs/train/09_trainer.ipynb #7138c856
 @patch
 def _make_step(self:Trainer):
     self.schedule, replicas = LRSchedule(self.knobs), replicas_here(self.device)
@@ -162,7 +162,7 @@ def _make_controls(self:Trainer):
     self.controls.probe = self.step.probe
     self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
 
-# %% ../../nbs/train/09_trainer.ipynb #4c814b4f
+# %% ../../nbs/train/09_trainer.ipynb #615837a2
 @patch
 def _make_listeners(self:Trainer):
     report = self._report
@@ -175,7 +175,7 @@ def _make_listeners(self:Trainer):
     zero = ZeroGradientWatch(self.knobs, self.optimizer, report)
     self.listeners = [self.memory_watch, zero, self.loss_scale, self.telemetry, self.controls, self.quarantine, self.escalation]
 
-# %% ../../nbs/train/09_trainer.ipynb #ff16c780
+# %% ../../nbs/train/09_trainer.ipynb #f1cac7fb
 @patch
 def _make_loop(self:Trainer):
     names = ("pause", "resume", "stop", "save", "restore")
@@ -196,7 +196,7 @@ def _recover(self:Trainer, iteration, torn):
     newest = kept[-1] if kept and self.step.replicas.size > 1 else None
     recover(iteration, torn, kept, self.knobs.now.oom_retries, self._report, lambda: self.saver.restore(newest))
 
-# %% ../../nbs/train/09_trainer.ipynb #e94d75cc
+# %% ../../nbs/train/09_trainer.ipynb #d270334a
 @patch(cls_method=True)
 def open(cls:Trainer,
     run,  # run directory of a recipe that ships with medlab
@@ -205,7 +205,7 @@ def open(cls:Trainer,
     "Go on with a run: recipe and configuration come from the run directory, the state from its newest whole checkpoint."
     return cls(recipe_of(run), run, resume=True, **kw)
 
-# %% ../../nbs/train/09_trainer.ipynb #df1b7662
+# %% ../../nbs/train/09_trainer.ipynb #2683b071
 @patch(as_prop=True)
 def iteration(self:Trainer) -> int: "Steps made, skipped ones included."; return self.progress.iteration
 @patch(as_prop=True)
@@ -213,7 +213,7 @@ def last(self:Trainer) -> dict: "The telemetry of the last step, by name."; retu
 @patch
 def event(self:Trainer, kind, text, level="info", at=None, **data): "Record an event."; return self.writer.event(kind, text, level, at, **data)
 
-# %% ../../nbs/train/09_trainer.ipynb #e275d9ad
+# %% ../../nbs/train/09_trainer.ipynb #70ded294
 @patch
 def set(self:Trainer,
     source:str="api",  # who asks, for the log
@@ -231,7 +231,7 @@ def replay(self:Trainer,
     "Repeat another run's changes from its log."
     ask_again(self.set, Run(run).changes(), "replay")
 
-# %% ../../nbs/train/09_trainer.ipynb #4c36f9db
+# %% ../../nbs/train/09_trainer.ipynb #3ec1d0ab
 @patch
 def fit(self:Trainer,
     steps:int=None,  # so many more steps; None: see `until`
@@ -269,7 +269,7 @@ def _hand_over(self:Trainer, until):
     start_process(self.path, until, str(self.device), self.threads, trust)
     return Run(self.path)
 
-# %% ../../nbs/train/09_trainer.ipynb #2970222f
+# %% ../../nbs/train/09_trainer.ipynb #4a4dce69
 @patch
 def _claim(self:Trainer, steps, until):
     "Set the target; from here on training counts as running."
@@ -283,7 +283,7 @@ def _claim(self:Trainer, steps, until):
     self.progress.target = target
     self.writer.set_meta(state="running", target=target)
 
-# %% ../../nbs/train/09_trainer.ipynb #61b9e6fc
+# %% ../../nbs/train/09_trainer.ipynb #1a41de00
 @patch
 def pause(self:Trainer): "Pause before the next step."; self.worker.pause()
 @patch
@@ -300,7 +300,7 @@ def wait(self:Trainer,
     wait_for(self.worker, timeout, lambda: self.iteration)
     return self
 
-# %% ../../nbs/train/09_trainer.ipynb #99d14cbc
+# %% ../../nbs/train/09_trainer.ipynb #2f3b83a0
 @patch
 def _train(self:Trainer, show):
     torch.set_num_threads(self.threads)
@@ -337,7 +337,7 @@ def _steps(self:Trainer):
         text = f"not one of the steps {first + 1} to {p.iteration} was taken, so nothing was learned"
         self._report("no_step_taken", text, "error")
 
-# %% ../../nbs/train/09_trainer.ipynb #9f6c49ce
+# %% ../../nbs/train/09_trainer.ipynb #4dc862d1
 @patch
 def _catch_up(self:Trainer):
     behind, self.loop.between.behind = self.loop.between.behind, None
@@ -356,7 +356,7 @@ def _upkeep(self:Trainer):
     if k.val_every_steps and n % k.val_every_steps == 0: self._validate()
     if k.save_every and n % k.save_every == 0: self.save()
 
-# %% ../../nbs/train/09_trainer.ipynb #4c7326e9
+# %% ../../nbs/train/09_trainer.ipynb #6deb207e
 @patch
 def snapshot(self:Trainer) -> torch.nn.Module:
     "A copy of the model for prediction, in evaluation mode, with the averaged weights where there are any."
@@ -380,7 +380,7 @@ def _validate(self:Trainer):
     if why: self._report("validation", f"step {self.iteration}: no validation: {why}", "error")
     else: self.telemetry.put(self.iteration, {f"val_{k}": v for k, v in metrics.items()})
 
-# %% ../../nbs/train/09_trainer.ipynb #96114453
+# %% ../../nbs/train/09_trainer.ipynb #f17d3bd5
 @patch
 def predict(self:Trainer,
     case,  # a case of the recipe, its name, or a path
@@ -405,7 +405,7 @@ def _answer(self:Trainer, call, options):
     if why: raise UserError(why)
     return result
 
-# %% ../../nbs/train/09_trainer.ipynb #ccf73b4f
+# %% ../../nbs/train/09_trainer.ipynb #49bfab1f
 @patch
 def save(self:Trainer) -> Path:  # None where it could not be written, and training goes on
     "Write a checkpoint now, between two steps. Raises `NotSaved` where it cannot be written and nothing trains."

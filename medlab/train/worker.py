@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PATIENCE', 'interrupts', 'Worker', 'start_worker', 'wait_for', 'idle']
 
-# %% ../../nbs/train/01_worker.ipynb #7ff34e59
+# %% ../../nbs/train/01_worker.ipynb #d31771cb
 import contextlib
 import signal
 import threading
@@ -13,7 +13,7 @@ import warnings
 
 from ..core import UserError
 
-# %% ../../nbs/train/01_worker.ipynb #ec26883c
+# %% ../../nbs/train/01_worker.ipynb #60776161
 @contextlib.contextmanager
 def interrupts(
     stop,  # called at the first interrupt
@@ -33,7 +33,7 @@ def interrupts(
     finally:
         for s, old in before.items(): signal.signal(s, old)
 
-# %% ../../nbs/train/01_worker.ipynb #6b233629
+# %% ../../nbs/train/01_worker.ipynb #f36ccdd6
 PATIENCE = 15.0  # s after which it is said what is waited for
 
 
@@ -69,7 +69,7 @@ class Worker:
             self.pausing.clear()
             self.busy.release()
 
-# %% ../../nbs/train/01_worker.ipynb #7f133afc
+# %% ../../nbs/train/01_worker.ipynb #fefb4ab5
 def _kept(worker, train):
     try: worker.run(train)
     except BaseException as e: worker.error = e

@@ -11,7 +11,7 @@ from torch import nn
 from medlab.core import UserError, generator
 from medlab import faults
 from medlab.run.checkpoint import NotSaved
-from medlab.train.loop import RunFailed
+from medlab.core import RunFailed
 from medlab.recipes.base import Recipe, Table
 from medlab.train.state import state_of
 from medlab.train.trainer import Trainer

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from medlab.core import UserError, generator
-from medlab.knobs.knobs import PRECISIONS, SCHEDULES, Knobs, Real
+from medlab.knobs.knobs import Knobs, PRECISIONS, SCHEDULES
+from medlab.knobs.traits import Real
 from medlab.recipes.base import UNFIT, Recipe
 from medlab.step.schedule import from_torch
 from medlab.train.trainer import Trainer

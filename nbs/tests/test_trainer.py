@@ -13,7 +13,8 @@ from torch import nn
 
 from medlab import recipes
 from medlab.core import UserError, generator
-from medlab.knobs.knobs import Knobs, Real
+from medlab.knobs.knobs import Knobs
+from medlab.knobs.traits import Real
 from medlab.recipes.base import Recipe
 from medlab.run.directory import Run
 from medlab.memory.savings import kept_bytes, read_checkpointing
@@ -298,7 +299,8 @@ def test_parts_that_come_and_go_stay_in_their_columns(make):
 
 
 def _empty():
-    from medlab.batches.loading import Batch, Fault
+    from medlab.batches.loading import Fault
+    from medlab.contracts.batch import Batch
     return Batch(None, [], [Fault("toy", "unreadable")] * 8)
 
 

@@ -19,7 +19,8 @@ TOY = f"""
 import time, torch, traitlets
 from torch import nn
 from medlab import Trainer
-from medlab.knobs.knobs import FIXES, Fix, Knobs
+from medlab.knobs.fixes import Fix, FIXES
+from medlab.knobs.knobs import Knobs
 from medlab.recipes.base import Recipe
 
 class ToyKnobs(Knobs):

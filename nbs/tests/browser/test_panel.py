@@ -10,7 +10,9 @@ RECIPE = f"""
 import shutil, sqlite3, time, torch, traitlets
 from torch import nn
 from medlab import Trainer
-from medlab.knobs.knobs import FIXES, Fix, Knobs, Real
+from medlab.knobs.fixes import Fix, FIXES
+from medlab.knobs.knobs import Knobs
+from medlab.knobs.traits import Real
 from medlab.recipes.base import Recipe
 from medlab.run.directory import Run
 from medlab.widgets.panel import Panel
@@ -286,7 +288,8 @@ STORM = """
 import json, numpy as np, time
 from pathlib import Path
 from medlab.knobs.describe import describe
-from medlab.knobs.knobs import FIXES, Knobs
+from medlab.knobs.fixes import FIXES
+from medlab.knobs.knobs import Knobs
 from medlab.run.directory import write_columns
 from medlab.run.store import Store
 from medlab.widgets.panel import Panel

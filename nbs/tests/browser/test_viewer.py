@@ -7,7 +7,8 @@ from conftest import slack
 
 VOLUME = """import numpy as np, threading
 from medlab.data.volume import Volume
-from medlab.widgets.viewer import Viewer, paint, section
+from medlab.widgets.shown import section
+from medlab.widgets.viewer import paint, Viewer
 z, y, x = np.meshgrid(*[np.arange(n, dtype="f4") for n in (24, 40, 32)], indexing="ij")
 data = 10 * z + y + x / 10
 data[3, 5, 6] = np.nan

@@ -11,7 +11,7 @@ from toys import Toy, events, trainer
 
 from medlab.core import generator
 from medlab import faults
-from medlab.memory.retry import RunFailed
+from medlab.core import RunFailed
 from medlab.run.directory import Run
 
 STEPS = 12
