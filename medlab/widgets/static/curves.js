@@ -4,6 +4,7 @@
 // From the kernel:  spec {groups: [{title, log, names, ticks}], runs: [name], labels: {name: label}, smooth}
 //                   data {run, x: [first, last], range, request, last, series: [[name, kind, pairs, marks, last value]]} + float32 pairs
 //                   marks {run, marks: [{kind, step, last, count, label, text, level}]}, status {runs: [{state, fault}], note}
+//                   It speaks when it is displayed, before the page has a view, and hears no page while a cell runs.
 // To the kernel:    view {hello, range: null | [first, last], width, request}
 
 const LIGHT = ["#2368a8", "#c2570c", "#2e8540", "#7a4bb0", "#b3325a", "#1f8a99"], DARK = ["#6cb2f5", "#f5a55a", "#7ed492", "#c09df0", "#f58aa4", "#66cfdd"];
@@ -120,7 +121,16 @@ function jitters(s, weight) {  // whether an average helps: five windows of valu
 
 // ---- the widget ----
 
-function render({ model, el }) {
+// The last message of each kind and run; a view that comes later is told them.
+function memory() {
+  const last = new Map();
+  return {
+    keep(m, buffers) { last.set(JSON.stringify([m.t, m.run]), [m, buffers]) },
+    tell(heard) { for (const [m, buffers] of last.values()) heard(m, buffers) },
+  };
+}
+
+function view({ model, el, kept }) {
   const S = { spec: null, runs: [], marks: [], status: [], note: "", range: null, asked: null, hidden: new Set(), log: {}, smooth: 0, cursor: null, drag: null, panels: [], count: 0 };
   const root = make("div", "medlab-curves"), style = make("style"), bar = make("div", "mc-bar"), note = make("div", "mc-note"), grid = make("div", "mc-grid");
   style.textContent = CSS;
@@ -479,7 +489,13 @@ function render({ model, el }) {
   // -- what the kernel says --
 
   function heard(m, buffers) {
-    if (m.t === "spec") { const first = !S.spec; S.spec = m; if (first) { S.smooth = m.smooth; slider.value = m.smooth; shown.textContent = String(m.smooth) } build(); if (first) requestAnimationFrame(() => ask(S.range, true)) }
+    if (m.t === "spec") {
+      const first = !S.spec;
+      S.spec = { ...m };  // its own: other views are told the same message
+      if (first) { S.smooth = m.smooth; slider.value = m.smooth; shown.textContent = String(m.smooth) }
+      build();
+      if (first) requestAnimationFrame(() => ask(S.range, true));
+    }
     else if (m.t === "data") {
       const v = buffers[0], bytes = v.buffer ? v.buffer.slice(v.byteOffset, v.byteOffset + v.byteLength) : v, series = new Map();
       let at = 0;
@@ -502,8 +518,15 @@ function render({ model, el }) {
   }), dressed = new MutationObserver(() => { colours = null; if (S.spec) legends(); kick() });
   dressed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
   model.on("msg:custom", heard);
-  ask(null, true);
+  kept.tell(heard);
+  ask(S.range, true);
   return () => { model.off("msg:custom", heard); seen.disconnect(); dressed.disconnect(); cancelAnimationFrame(frame); clearTimeout(S.timer); clearTimeout(S.resized) };
 }
 
-export default { render };
+export default () => {
+  const kept = memory();
+  return {
+    initialize({ model }) { model.on("msg:custom", kept.keep) },  // no message passes before this
+    render: ({ model, el }) => view({ model, el, kept }),
+  };
+};

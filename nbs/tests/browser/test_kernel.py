@@ -10,6 +10,9 @@ from conftest import kernel_version
 
 VIEWER = "() => document.querySelector('.medlab-viewer')?.dataset.complete === 'true'"
 CURVES = "() => Number(document.querySelector('.medlab-curves')?.dataset.updates || 0) > 0"
+DRAWN = """n => { const drawn = [...document.querySelectorAll('.medlab-curves[data-updates][data-drawn]')];
+    return drawn.filter(e => e.querySelector('canvas')).length === n
+        && drawn.every(e => e.querySelector('.mc-state').textContent.endsWith('step 1,000')) }"""
 RUN = """import json, threading, time, numpy as np
 from pathlib import Path
 from medlab.run.store import Store
@@ -33,6 +36,10 @@ threading.Thread(target=live, daemon=True).start()
 end = time.monotonic() + 60
 while time.monotonic() < end and not go.exists(): time.sleep(0.02)
 go.unlink(missing_ok=True)"""
+STILL = """curves, go = Curves(path), Path("go_on")
+display(curves, curves)
+end = time.monotonic() + 60
+while time.monotonic() < end and not go.exists(): time.sleep(0.02)"""
 TEXT = "() => document.querySelector('.medlab-viewer .mv-status').textContent"
 DATASET = "() => ({...document.querySelector('.medlab-curves').dataset})"
 RUNS = "() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.cells.some(c => !c.execution_count)"
@@ -69,6 +76,17 @@ def test_a_busy_cell(notebook):
     nb.wait("curves._view.range is not None")
     nb.wait("viewer._feed.pages and not viewer._feed.waiting")
     print(f"\nipykernel {'.'.join(map(str, kernel_version()))}: first picture and live updates while a cell runs; zoom answered {'while it runs' if at_once else 'after it'}")
+    assert not nb.errors, nb.errors
+
+
+def test_a_cell_that_shows_and_goes_on(notebook):
+    "A cell draws a run in which nothing more happens, and keeps the kernel busy: no page is heard, nothing is repeated."
+    nb = notebook(RUN.format(name="still"), STILL, run=False)
+    nb.start_all()
+    nb.until(DRAWN, 2, seconds=60)
+    assert nb.page.evaluate(RUNS), "every view has all that was said while the cell runs"
+    (nb.path.parent / "go_on").touch()
+    nb.until(f"() => !({RUNS})()", seconds=60)
     assert not nb.errors, nb.errors
 
 
