@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FOREIGN', 'FLOOR', 'autocast', 'precision_of', 'Step', 'HostDecisions', 'scaled_step']
 
-# %% ../../nbs/step/05_step.ipynb #3524a90f
+# %% ../../nbs/step/05_step.ipynb #cd85af5a
 import contextlib
 import math
 import time
@@ -27,7 +27,7 @@ from .ema import EMA, ema_weight
 from .gradients import cause, check_losses, clip_limit, exact_norm, no_gradient, quick_norm, without_gradient
 from .transaction import Transaction, untouched
 
-# %% ../../nbs/step/05_step.ipynb #3e63711c
+# %% ../../nbs/step/05_step.ipynb #37f9cdd4
 def autocast(
     precision:str,  # "fp32", "bf16" or "fp16"
     device:torch.device,
@@ -44,7 +44,7 @@ def precision_of(
     if not torch.is_autocast_enabled(device.type): return "fp32"
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}[torch.get_autocast_dtype(device.type)]
 
-# %% ../../nbs/step/05_step.ipynb #4408e0ae
+# %% ../../nbs/step/05_step.ipynb #6af60261
 class Step:
     "One optimizer step over a batch; calling it returns a `StepResult`."
 
@@ -74,7 +74,7 @@ class Step:
         self.dropping = Dropping(self)
         self.decisions = (decisions or HostDecisions)(self)
 
-# %% ../../nbs/step/05_step.ipynb #3868948f
+# %% ../../nbs/step/05_step.ipynb #f83cef97
 @patch
 def watch(self:Step):
     "Look at the network as it is now: its trained parameters, and its buffers."
@@ -90,7 +90,7 @@ def iteration(self:Step) -> int: "Number of the step that is being made, or was 
 @patch(as_prop=True)
 def phase(self:Step) -> str: "What the step is doing, see `Transaction`."; return self.transaction.phase
 
-# %% ../../nbs/step/05_step.ipynb #f5264d46
+# %% ../../nbs/step/05_step.ipynb #f400893c
 @patch
 def __call__(self:Step,
     iteration:int,  # number of the step, ≥ 1
@@ -116,7 +116,7 @@ def __call__(self:Step,
     result, self.batch = self.decisions.book(t), None
     return result
 
-# %% ../../nbs/step/05_step.ipynb #39f24589
+# %% ../../nbs/step/05_step.ipynb #a957099c
 @patch
 def forward(self:Step,
     iteration:int,  # number of the step
@@ -141,7 +141,7 @@ def losses_of(self:Step, t, i, batch) -> dict:
     except ValueError as e: error = e
     return self.dropping.too_few(t, i, batch, error)
 
-# %% ../../nbs/step/05_step.ipynb #51fa78ac
+# %% ../../nbs/step/05_step.ipynb #829f715d
 @patch
 def _micro(self:Step, t, i, batch, expected):
     "Forward and backward pass of a micro-batch; how many samples count."
@@ -170,7 +170,7 @@ def _backward(self:Step, t, loss, expected):
             self.share = (len(loss), expected), torch.full_like(loss, 1 / expected)
         loss.backward(self.share[1])
 
-# %% ../../nbs/step/05_step.ipynb #e0cb2861
+# %% ../../nbs/step/05_step.ipynb #52578d93
 @patch
 def sums(self:Step, out) -> dict: "Sums of losses over the samples."; return self.decisions.sums(out)
 
@@ -180,7 +180,7 @@ def restore_buffers(self:Step, i):
     "Put the buffers back to where they were before micro-batch `i`."
     (self.micro_buffers if i else self.buffers).restore()
 
-# %% ../../nbs/step/05_step.ipynb #147aaea9
+# %% ../../nbs/step/05_step.ipynb #06c443c6
 @patch
 def _skip_empty(self:Step, t):
     self.optimizer.zero_grad(set_to_none=True)
@@ -201,7 +201,7 @@ def _audit(self:Step, t):
     text = without_gradient(self.named, self.optimizer)
     if text: t.notice("no_gradient", text)
 
-# %% ../../nbs/step/05_step.ipynb #2fd1044a
+# %% ../../nbs/step/05_step.ipynb #0393ec1c
 @patch
 def booked(self:Step, t) -> StepResult:
     "Count the step, and make its result; the values of `t` are floats."
@@ -222,7 +222,7 @@ def _note_skip(self:Step, t):
     text = f"step {t.iteration} was skipped ({k} in a row): {t.why}"
     t.notices.append(Notice("skip", text, "warning", t.iteration, dict(consecutive=k, **scale)))
 
-# %% ../../nbs/step/05_step.ipynb #d9ecc2f2
+# %% ../../nbs/step/05_step.ipynb #057f469c
 @patch
 def undo(self:Step) -> bool:
     "After a step that raised: take it back. False where the optimizer has moved something, or may have; then only a checkpoint helps."
@@ -241,7 +241,7 @@ def settle(self:Step, force=False) -> list:
     "Results whose values the host has read since the last call: at once on the CPU, once per logging interval, or when forced, on a GPU."
     return self.decisions.settle(force)
 
-# %% ../../nbs/step/05_step.ipynb #6ce882e6
+# %% ../../nbs/step/05_step.ipynb #4fd5674a
 @patch
 def averaged(self:Step) -> EMA:
     "The averaged weights, made when they are first asked for."
@@ -266,16 +266,22 @@ def load_state_dict(self:Step, state):
     self.ema = None
     if state["ema"]: self.averaged().shadow = {k: v.to(self.device) for k, v in state["ema"].items()}
 
-# %% ../../nbs/step/05_step.ipynb #3f9f353d
+# %% ../../nbs/step/05_step.ipynb #6759a5e0
 @patch
 def bindings(self:Step) -> dict:
     "The knobs that this part owns: lr, precision, ema."
-    group, shape = self.optimizer.param_groups[0], ("schedule", "horizon", "warmup", "lr_floor")
+    shape = "schedule", "horizon", "warmup", "lr_floor"
     rebase, anchor = lambda value, source: self.schedule.rebase(self.optimizer_step), self.schedule.state_dict
     return dict(
-        lr=KnobBinding(rebase, lambda: group["lr"] / group.get("lr_scale", 1.0), anchor, self.schedule.load_state_dict, shape, False),
+        lr=KnobBinding(rebase, self._read_lr, anchor, self.schedule.load_state_dict, shape, False),
         precision=KnobBinding(read=lambda: self.observed),
         ema=KnobBinding(lambda value, source: self._drop_ema() if value is None else None, at_start=False))
+
+
+@patch
+def _read_lr(self:Step):
+    group = self.optimizer.param_groups[0]  # another dictionary after a state was loaded
+    return group["lr"] / group.get("lr_scale", 1.0)
 
 
 @patch
@@ -283,7 +289,7 @@ def _drop_ema(self:Step): self.ema = None
 @patch
 def probe(self:Step, on:bool): "Note the precision in force from the next forward pass on, or no longer."; self.probing = on
 
-# %% ../../nbs/step/05_step.ipynb #b055ea9e
+# %% ../../nbs/step/05_step.ipynb #8cc61140
 @patch
 def _agree(self:Step, t, expected):
     "Agree with the other replicas; the samples of all of them. Raises `PeerFault` where one cannot finish the step."
@@ -296,7 +302,7 @@ def _agree(self:Step, t, expected):
     t.sums, t.samples, t.detached = {"loss": met.loss, **own}, met.samples, met.detached
     return met.samples
 
-# %% ../../nbs/step/05_step.ipynb #cee499dd
+# %% ../../nbs/step/05_step.ipynb #7d6fc820
 FOREIGN = ("somebody else has set the optimizer's learning rate to {found:.4g}; it is {lr:.4g} again, as the knob lr and its "
     "schedule say. This is said once")
 
@@ -321,7 +327,7 @@ class HostDecisions:
         for g in groups: g["lr"] = t.lr * g.get("lr_scale", 1.0)
         s.given_lr = first["lr"]
 
-# %% ../../nbs/step/05_step.ipynb #a376a8b8
+# %% ../../nbs/step/05_step.ipynb #25590a1b
 @patch
 def sums(self:HostDecisions, out):
     "Sums over the samples, as floats."
@@ -334,7 +340,7 @@ def sees_nonfinite(self:HostDecisions, sums):
     "Whether samples must leave the batch."
     return self.step.knobs.now.check_loss and not math.isfinite(sums["loss"])
 
-# %% ../../nbs/step/05_step.ipynb #8988ec3b
+# %% ../../nbs/step/05_step.ipynb #b4cbe95f
 def scaled_step(
     scaler:torch.amp.GradScaler,  # after `unscale_`
     optimizer:torch.optim.Optimizer,
@@ -353,7 +359,7 @@ def scaled_step(
 FLOOR = ("the loss scale would have fallen below {:g} and was set to it; below 2⁻¹²⁸ its inverse is infinite and the "
     "weights become NaN")
 
-# %% ../../nbs/step/05_step.ipynb #b671f6a4
+# %% ../../nbs/step/05_step.ipynb #8147a7b2
 @patch
 def finish(self:HostDecisions, t, expected):
     "Decide, and step."
@@ -390,7 +396,7 @@ def _average(self:HostDecisions):
     if s.knobs.now.ema is not None: s.averaged().update(ema_weight(s.knobs.now.ema, s.optimizer_step))
     for a in s.system.averages.values(): a.update(1 - a.momentum(s.optimizer_step))
 
-# %% ../../nbs/step/05_step.ipynb #522606d7
+# %% ../../nbs/step/05_step.ipynb #8b83e7b9
 @patch
 def book(self:HostDecisions, t):
     "The result, at once."

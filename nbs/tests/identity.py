@@ -30,11 +30,13 @@ import torch
 # brought to the new names, so entries that are no longer needed do no harm. `words` are regular expressions for the
 # texts of events and reasons and for the names within their data; knobs are replaced there too.
 RENAMED = dict(
-    kinds={},
+    kinds=dict(lr="external_lr", nothing="no_step_taken", guard="recovery_action", not_saved="checkpoint_failed",
+        scaler="loss_scale", sink="logger", waiting="data_stall", oom="out_of_memory"),
     knobs=dict(accumulate="gradient_accumulation_steps", validate="check_inputs",
         checkpointing="activation_checkpointing", climb_after="escalate_after"),
     metrics={},
     words={},
+    own_step=("loss_scale", "no_gradient"),  # kinds that stood at the step before the one in their text, and now stand at it
 )
 
 
@@ -167,6 +169,8 @@ def rename(run):
     "The digests of a run under new names."
     kinds, metrics = RENAMED["kinds"], RENAMED["metrics"]
     events = [[e[0], kinds.get(e[1], e[1]), e[2], *renamed(e[3:])] for e in run["events"]]
+    for e in events:
+        if e[1] in RENAMED["own_step"] and (found := re.match(r"step (\d+):", e[3])): e[0] = int(found[1])
     events = sorted((e for e in events if e[1]), key=lambda e: (*e[:4], json.dumps(e[4], sort_keys=True)))
     series = {new: v for k, v in run["metrics"].items() if (new := metrics.get(k, k))}
     return run | dict(events=events, metrics=series, changes=renamed(run["changes"]))

@@ -277,7 +277,7 @@ def test_wandb_and_tensorboard(tmp_path):
     assert status == 0 and "done at step 1" in out, (out, err)
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
     assert b"grad_norm" in file.read_bytes() and b"grad_norm" in b"".join(f.read_bytes() for f in (tmp_path / "board").glob("events*"))
-    assert not Run(tmp_path / "run").events("sink")
+    assert not Run(tmp_path / "run").events("logger")
 
 
 def test_the_lab_opens_at_its_tutorial_and_ends_with_its_command(tmp_path):

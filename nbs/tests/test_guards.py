@@ -13,7 +13,6 @@ from medlab import faults
 from medlab.run.checkpoint import NotSaved
 from medlab.core import RunFailed
 from medlab.recipes.base import Recipe, Table
-from medlab.train.state import state_of
 from medlab.train.trainer import Trainer
 
 CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
@@ -56,7 +55,7 @@ def make(tmp_path):
 def bits(trainer, *without):
     "Everything that decides how training goes on, as bytes."
     flat = lambda x: [flat(v) for v in x.values()] if isinstance(x, dict) else [flat(v) for v in x] if isinstance(x, (list, tuple)) else x.numpy().tobytes() if torch.is_tensor(x) else x
-    return repr(flat({k: v for k, v in state_of(trainer).items() if k not in ("recovery", *without)}))
+    return repr(flat({k: v for k, v in trainer.state.state_dict().items() if k not in ("recovery", *without)}))
 
 
 def scarce(trainer, room, error="device", where="forward", steps=None):
@@ -69,7 +68,7 @@ def scarce(trainer, room, error="device", where="forward", steps=None):
 
     def losses(model, batch):
         n, out = len(batch["x"]), whole(model, batch)
-        if n <= room or (steps is not None and trainer.step.number not in steps): return out
+        if n <= room or (steps is not None and trainer.step.iteration not in steps): return out
         if where == "forward": refuse(n)
         out["loss"].register_hook(lambda g: refuse(n))
         return out
@@ -88,7 +87,7 @@ def test_a_step_that_does_not_fit_is_the_step_of_a_run_with_smaller_micro_batche
     refused = scarce(t, 2, error, where)
     t.fit(12, progress=False)
     assert refused == [8, 4] and bits(t) == bits(told), "weights, moments, batch statistics, loss scale, knobs, cursor"
-    events, change = t.run.events("oom"), t.run.changes()
+    events, change = t.run.events("out_of_memory"), t.run.changes()
     assert [e.data["after"] for e in events] == [4, 2] and {e.data["where"] for e in events} == {where} and all("came back" in e.text for e in events)
     assert [(c.source, c.new, c.applied_step, c.state) for c in change] == [("oom", dict(micro_batch=2), 1, "applied")] or [c.state for c in change] == ["refused", "applied"]
     s = t.run.metrics("attempted", "taken", "consumed", "samples")
@@ -123,7 +122,7 @@ def test_what_was_learned_outlives_a_resume_and_replays(make, tmp_path):
     replayed = make("replayed")
     replayed.replay(tmp_path / "first")
     replayed.fit(15, progress=False)
-    assert again.knobs.micro_batch == 2 and again.recovery.size.asked is None and bits(again) == bits(replayed)
+    assert again.knobs.micro_batch == 2 and again.retry.size.asked is None and bits(again) == bits(replayed)
 
 
 def test_nothing_helps(make):
@@ -132,7 +131,7 @@ def test_nothing_helps(make):
     before = bits(t, "knobs")
     scarce(t, 0)
     with pytest.raises(RunFailed, match="with 1 sample in a micro-batch"): t.fit(5, progress=False)
-    assert bits(t, "knobs") == before and t.number == 3 and t.run.state == "failed" and t.run.checkpoints()[-1]["step"] == 3
+    assert bits(t, "knobs") == before and t.iteration == 3 and t.run.state == "failed" and t.run.checkpoints()[-1]["step"] == 3
     t.step.losses = t.recipe.losses
     t.fit(2, progress=False)
     twin = make("twin", Toy(batch_norm=False)).fit(3, progress=False)
@@ -162,12 +161,12 @@ def test_memory_runs_out_in_the_optimizer(make, precision):
     t = make("before", precision=precision).fit(5, progress=False)
     failing_optimizer(t, after=False)
     t.fit(7, progress=False)
-    assert bits(t) == bits(told) and t.run.events("oom")[0].data["where"] == "optimizer"
+    assert bits(t) == bits(told) and t.run.events("out_of_memory")[0].data["where"] == "optimizer"
     whole = make("whole", precision=precision).fit(12, progress=False)
     u = make("after", precision=precision, save_every=3).fit(5, progress=False)
     failing_optimizer(u, after=True)
     u.fit(7, progress=False)
-    assert bits(u, "knobs") == bits(whole, "knobs") and [e.level for e in u.run.events("oom")] == ["error"] and "went back from step 5 to the checkpoint of step 5" in u.run.events("restore")[0].text
+    assert bits(u, "knobs") == bits(whole, "knobs") and [e.level for e in u.run.events("out_of_memory")] == ["error"] and "went back from step 5 to the checkpoint of step 5" in u.run.events("restore")[0].text
     v = make("none", save_every=0)
     failing_optimizer(v, after=True)
     with pytest.raises(RunFailed, match="no checkpoint was written yet"): v.fit(3, progress=False)
@@ -188,7 +187,7 @@ def test_validation_and_prediction_never_end_a_training(make):
     assert t.run.metrics("val_tile")["val_tile"].value.tolist() == [16, 16] and t.predict("a") == 16
     t.set(val_retries=1, predict_retries=1)
     t.fit(4, progress=False)
-    assert t.run.state == "done" and t.number == 8 and len(t.run.events("validation")) == 2 and len(t.run.metrics("val_tile")["val_tile"].value) == 2
+    assert t.run.state == "done" and t.iteration == 8 and len(t.run.events("validation")) == 2 and len(t.run.metrics("val_tile")["val_tile"].value) == 2
     with pytest.raises(UserError, match="memory ran out in prediction .MemoryError.*the last in tiles of 32; smaller tiles"): t.predict("a")
 
 
@@ -204,7 +203,7 @@ def test_memory_runs_out_while_a_batch_is_prepared(make):
 
     t.recipe.prepare = once
     t.fit(4, progress=False)
-    assert bits(t) == bits(whole) and t.run.events("oom")[0].data["where"] == "data"
+    assert bits(t) == bits(whole) and t.run.events("out_of_memory")[0].data["where"] == "data"
     t.recipe.prepare = lambda batch, seed, step: (_ for _ in ()).throw(MemoryError())
     with pytest.raises(RunFailed, match="twice; smaller samples"): t.fit(1, progress=False)
 
@@ -227,7 +226,7 @@ def test_a_step_that_is_interrupted_was_never_made(make, where):
     if where == "forward": t.step.losses = lambda m, b: once() or losses(m, b)
     if where == "backward": t.model[0].weight.register_hook(once)
     with pytest.raises(Interrupt): t.fit(8, progress=False)
-    assert t.number == 2 and t.feed.cursor == 32
+    assert t.iteration == 2 and t.batches.samples_seen == 32
     assert bits(t.fit(6, progress=False)) == bits(whole)
 
 
@@ -254,8 +253,8 @@ if int(sys.argv[2]):
     size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[2]) * 10**6,) * 2)
 t.fit(2, progress=False)
-print(t.run.state, t.knobs.micro_batch, len(t.run.events("oom")), torch.cat([p.detach().flatten() for p in t.model.parameters()]).double().abs().sum().item())
-print(t.run.events("oom")[0].text if t.run.events("oom") else "", file=sys.stderr)
+print(t.run.state, t.knobs.micro_batch, len(t.run.events("out_of_memory")), torch.cat([p.detach().flatten() for p in t.model.parameters()]).double().abs().sum().item())
+print(t.run.events("out_of_memory")[0].text if t.run.events("out_of_memory") else "", file=sys.stderr)
 """
 
 
@@ -279,33 +278,33 @@ def poisoned(trainer, when):
 
     def hook(g):
         if not when(trainer): return g
-        if trainer.step.number not in hit[-1:]: hit.append(trainer.step.number)
+        if trainer.step.iteration not in hit[-1:]: hit.append(trainer.step.iteration)
         return g * torch.inf
 
     trainer.model[0].weight.register_hook(hook)
     return hit
 
 
-def kinds(trainer): return [e.data["rung"] for e in trainer.run.events("guard")]
+def kinds(trainer): return [e.data["rung"] for e in trainer.run.events("recovery_action")]
 
 
 def test_a_fault_that_passes_costs_a_step_and_is_explained(make):
     t = make()
-    poisoned(t, lambda t: t.step.number == 5 and t.step.where == "backward" and not t.run.events("skip"))
+    poisoned(t, lambda t: t.step.iteration == 5 and t.step.phase == "backward" and not t.run.events("skip"))
     before = []
     whole = t.step.buffers.restore
     t.step.buffers.restore = lambda: (whole(), before.append([b.clone() for b in t.model.buffers()]))
     t.fit(10, progress=False)
-    assert t.step.taken == 9 and t.number == 10 and len(t.run.events("skip")) == 1 and len(t.run.events("diagnosis")) == 1 and not kinds(t)
+    assert t.step.optimizer_step == 9 and t.iteration == 10 and len(t.run.events("skip")) == 1 and len(t.run.events("diagnosis")) == 1 and not kinds(t)
     assert t.model[1].num_batches_tracked == 9, "a skipped step has moved no statistics, nor has its diagnosis"
 
 
 def test_a_module_and_a_case_are_named(make):
     t = make(check_loss=False, recipe=Toy(batch_norm=False))
-    t.model[4].register_forward_hook(lambda m, args, out: out * torch.where(out == out.max(), torch.nan, 1.0) if m is t.model[4] and t.step.number == 3 else out)
+    t.model[4].register_forward_hook(lambda m, args, out: out * torch.where(out == out.max(), torch.nan, 1.0) if m is t.model[4] and t.step.iteration == 3 else out)
     bad = {}
     losses = t.step.losses
-    t.step.losses = lambda m, b: bad.setdefault(t.step.number, list(b["case"])) and losses(m, b)
+    t.step.losses = lambda m, b: bad.setdefault(t.step.iteration, list(b["case"])) and losses(m, b)
     t.fit(4, progress=False)
     found = t.run.events("diagnosis")
     assert len(found) == 1 and found[0].data["module"] == "4" and found[0].data["where"] == "forward" and set(found[0].data["batch"]) == set(bad[3])
@@ -314,43 +313,43 @@ def test_a_module_and_a_case_are_named(make):
 def test_a_window_of_bad_data_is_left_out(make):
     "Three steps in a row are skipped: the run goes back to its checkpoint and goes on behind the window, with everything else as it was."
     t = make(escalate_after=3, save_every=4)
-    hit = poisoned(t, lambda t: 64 < t.feed.cursor <= 64 + 24)
+    hit = poisoned(t, lambda t: 64 < t.batches.samples_seen <= 64 + 24)
     t.fit(20, progress=False)
-    assert hit[:3] == [9, 10, 11] and kinds(t) == ["roll_back"] and "went back from step 11 to 8" in t.run.events("guard")[0].text
-    assert (t.number, t.step.taken, t.feed.cursor, t.run.state) == (20, 20, 8 * 20 + 24, "done") and (t.run.metrics("loss")["loss"].step == range(1, 21)).all()
+    assert hit[:3] == [9, 10, 11] and kinds(t) == ["roll_back"] and "went back from step 11 to 8" in t.run.events("recovery_action")[0].text
+    assert (t.iteration, t.step.optimizer_step, t.batches.samples_seen, t.run.state) == (20, 20, 8 * 20 + 24, "done") and (t.run.metrics("loss")["loss"].step == range(1, 21)).all()
     twin = make("twin", save_every=4).fit(8, progress=False)
-    twin.feed.cursor += 24
-    twin.feed.seek(twin.feed.cursor)
+    twin.batches.samples_seen += 24
+    twin.batches.seek(twin.batches.samples_seen)
     assert bits(twin.fit(12, progress=False), "knobs", "guards") == bits(t, "knobs", "guards")
 
 
 def test_a_precision_that_overflows_is_changed_and_stays_changed(make):
     t = make(escalate_after=3, save_every=2, precision="fp16", rollbacks=1, lr_cuts=0, scale_resets=0)
-    poisoned(t, lambda t: t.number >= 6 and t.knobs.precision == "fp16")
+    poisoned(t, lambda t: t.iteration >= 6 and t.knobs.precision == "fp16")
     t.fit(30, progress=False)
-    assert kinds(t) == ["roll_back", "change_precision"] and t.knobs.precision == "bf16" and (t.number, t.run.state) == (30, "done")
+    assert kinds(t) == ["roll_back", "change_precision"] and t.knobs.precision == "bf16" and (t.iteration, t.run.state) == (30, "done")
     assert [(c.source, c.new) for c in t.run.changes()] == [("guard", dict(precision="bf16"))] and t.run.changes()[0].verified
-    t.guards.used.clear()
-    start = t.feed.cursor
-    poisoned(t, lambda t: start < t.feed.cursor <= start + 24)
+    t.escalation.used.clear()
+    start = t.batches.samples_seen
+    poisoned(t, lambda t: start < t.batches.samples_seen <= start + 24)
     t.fit(10, progress=False)
     assert kinds(t)[2:] == ["roll_back"] and t.knobs.precision == "bf16"
     t.close()
-    assert make(resume=True).guards.used == {"roll_back": 1}
+    assert make(resume=True).escalation.used == {"roll_back": 1}
 
 
 def test_a_fault_that_nothing_mends_ends_with_a_diagnosis(make):
     t = make(recipe=Toy(batch_norm=False), escalate_after=3, max_skips=3, save_every=2, precision="fp16", scale_critical=65536)
-    poisoned(t, lambda t: t.number >= 6)
+    poisoned(t, lambda t: t.iteration >= 6)
     with pytest.raises(RunFailed) as e: t.fit(1000, progress=False)
     assert kinds(t) == ["reset_scale", "roll_back", "roll_back", "change_precision", "change_precision", "lower_lr", "lower_lr"], e.value
     words = str(e.value)
     assert "gradient of '0.weight'" in words and all(w in words for w in ("loss scale was reset", "went back", "fp16 to bf16", "bf16 to fp32", "learning rate is lowered", "every sample"))
     assert t.run.state == "failed" and t.knobs.lr == 2.5e-3 and all(p.isfinite().all() for p in t.model.parameters())
     u = make("off", escalate_after=None, max_skips=4)
-    poisoned(u, lambda t: t.number >= 6)
+    poisoned(u, lambda t: t.iteration >= 6)
     with pytest.raises(RunFailed, match="^4 steps in a row were skipped"): u.fit(1000, progress=False)
-    assert not kinds(u) and u.number == 10 and u.knobs.lr == 1e-2
+    assert not kinds(u) and u.iteration == 10 and u.knobs.lr == 1e-2
 
 
 @pytest.mark.parametrize("where", ["input", "loss"])
@@ -367,7 +366,7 @@ def test_a_case_over_its_budget_is_left_out(make, where):
 
     t = make(recipe=Bad(batch_norm=False)).fit(8 * 5, progress=False)
     events = t.run.events("bad_sample" if where == "input" else "drop")
-    assert len(events) == 3 and [e.data["case"] for e in t.run.events("quarantine")] == ["toy05"] and t.step.taken == 40
+    assert len(events) == 3 and [e.data["case"] for e in t.run.events("quarantine")] == ["toy05"] and t.step.optimizer_step == 40
     assert where == "input" or t.run.metrics("dropped")["dropped"].value.sum() == 5 and t.run.meta["quarantined"].keys() == {"toy05"}
     t.close()
     u = make(recipe=Bad(batch_norm=False), resume=True).fit(8, progress=False)
@@ -379,8 +378,8 @@ def test_a_case_over_its_budget_is_left_out(make, where):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_no_false_alarm(make, precision):
     t = make(precision=precision).fit(300, progress=False)
-    assert {e.kind for e in t.run.events()} <= {"checkpoint", "sqlite"} | ({"skip", "scaler"} if precision == "fp16" else set()), "a loss scale seeks its level"
-    assert t.step.taken >= 290 and t.knobs.precision == precision
+    assert {e.kind for e in t.run.events()} <= {"checkpoint", "sqlite"} | ({"skip", "loss_scale"} if precision == "fp16" else set()), "a loss scale seeks its level"
+    assert t.step.optimizer_step >= 290 and t.knobs.precision == precision
 
 
 # a loss that leads nowhere, a batch that is too small, a scale that is too low
@@ -394,7 +393,7 @@ def test_a_run_whose_loss_lets_go_of_the_model(make):
         t.fit(4, progress=False)
         assert bits(t) == bits(twin)
         t.fit(4, progress=False)
-    assert (t.number, t.step.taken, t.run.state) == (8, 7, "done") and [e.step for e in t.run.events("skip")] == [5] and len(t.run.events("no_gradient")) == 1
+    assert (t.iteration, t.step.optimizer_step, t.run.state) == (8, 7, "done") and [e.step for e in t.run.events("skip")] == [5] and len(t.run.events("no_gradient")) == 1
     e = t.run.events("no_gradient")[0]
     assert e.level == "error" and "group 0 with 6 tensors" in e.text and t.run.events("diagnosis")[0].data["where"] == "none", "made again it was sound"
     u = make("for good", escalate_after=3, max_skips=4, save_every=2)
@@ -405,11 +404,11 @@ def test_a_run_whose_loss_lets_go_of_the_model(make):
 def test_a_gradient_of_exactly_zero_raises_the_alarm_and_nothing_else(make):
     t = make(zero_alarm=5)
     losses = t.step.losses
-    t.step.losses = lambda m, b: {k: v * (0.0 if 3 < t.step.number <= 20 else 1.0) for k, v in losses(m, b).items()}
+    t.step.losses = lambda m, b: {k: v * (0.0 if 3 < t.step.iteration <= 20 else 1.0) for k, v in losses(m, b).items()}
     t.fit(30, progress=False)
     said = t.run.events("no_gradient")
     assert [e.level for e in said] == ["error"] and "step 8: the gradient was exactly zero in 5 steps in a row" in said[0].text and "group 0 with 6 tensors" in said[0].text
-    assert t.step.taken == 30 and not t.run.events("skip")
+    assert t.step.optimizer_step == 30 and not t.run.events("skip")
     u = make("off", zero_alarm=None)
     u.step.losses = lambda m, b: {k: v * 0.0 for k, v in losses(m, b).items()}
     assert not u.fit(30, progress=False).run.events("no_gradient")
@@ -420,7 +419,7 @@ def test_a_normalization_with_too_few_samples(make):
     t = make("last", drop_looks=0)
     with faults.plant(t, faults.output("4", at=5, times=7)): t.fit(10, progress=False)  # the first of those that are left, seven times: one is left
     drops = t.run.events("drop")
-    assert (t.number, t.step.taken, t.run.state) == (10, 9, "done") and len(t.run.events("skip")) == 1 and t.model[1].num_batches_tracked == 9
+    assert (t.iteration, t.step.optimizer_step, t.run.state) == (10, 9, "done") and len(t.run.events("skip")) == 1 and t.model[1].num_batches_tracked == 9
     assert "cannot be used alone: Expected more than 1 value per channel" in drops[-1].text and len(drops[-1].data["batch"]) == 1 and not drops[-1].data["cases"], "it is not that case's fault"
 
 
@@ -441,7 +440,7 @@ def test_the_module_behind_a_dropped_sample_is_named_while_the_budget_lasts(make
     a, b, c = t.run.events("drop")
     assert a.data["module"] == "2" and "2 (SiLU, float32): 1 of 64 values are not finite" in a.text, "the second look saw it too"
     assert b.data["where"] == "none" and "the fault was transient" in b.text and "module" not in c.data, "two looks in a thousand steps"
-    assert sum(t.guards.cases.faults[a.data["cases"][0]].values()) == 1 and b.data["cases"][0] not in t.guards.cases.faults, "what is gone when it is looked for is nobody's fault"
+    assert sum(t.quarantine.faults[a.data["cases"][0]].values()) == 1 and b.data["cases"][0] not in t.quarantine.faults, "what is gone when it is looked for is nobody's fault"
 
 
 # a disk that is full
@@ -450,7 +449,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(make):
     twin = make("twin", save_every=4).fit(16, progress=False)
     t = make("full", save_every=4)
     with faults.plant(t, faults.disk_full("checkpoint", at=8)): t.fit(16, progress=False)
-    said = t.run.events("not_saved")
+    said = t.run.events("checkpoint_failed")
     assert bits(t) == bits(twin) and t.run.state == "done" and [e.step for e in said] == [8] and said[0].level == "error" and said[0].text.startswith("step 8 was not saved: No space left on device")
     assert [c["step"] for c in t.run.checkpoints()] == [12, 16, 16] or [c["step"] for c in t.run.checkpoints()] == [4, 12, 16]
 
@@ -458,21 +457,21 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(make):
 def test_the_end_of_a_run_that_cannot_be_saved_is_an_error_and_can_be_saved_later(make):
     t = make(save_every=4)
     with faults.plant(t, faults.disk_full("checkpoint", at=6, times=None)), pytest.raises(NotSaved, match="ended at step 6, which could not be saved; the newest checkpoint is of step 4.*save()"): t.fit(6, progress=False)
-    assert t.run.state == "failed" and "NotSaved" in t.run.events("error")[0].text and t.number == 6
+    assert t.run.state == "failed" and "NotSaved" in t.run.events("error")[0].text and t.iteration == 6
     with faults.plant(t, faults.disk_full("checkpoint", at=1)), pytest.raises(NotSaved, match="No space left"): t.save()  # nothing trains: the user is told at once
     t.save()
-    assert t.run.state == "done" and t.checkpoints.newest()[0]["number"] == 6
+    assert t.run.state == "done" and t.saver.checkpoints.newest()[0]["number"] == 6
     u = make("passing", save_every=0)
     with faults.plant(u, faults.disk_full("checkpoint", at=6, times=2)): u.fit(6, progress=False)  # the third attempt at the end
-    assert u.run.state == "done" and len(u.run.events("not_saved")) == 2
+    assert u.run.state == "done" and len(u.run.events("checkpoint_failed")) == 2
 
 
 def test_a_state_that_cannot_be_written_hides_no_error(make):
     t = make()
-    t.store.patience = 0.2
-    with faults.plant(t, faults.disk_full("telemetry", at=4, times=None), faults.reader(KeyboardInterrupt("the user's"), index=t.feed.stream.order(0)[40])) as planted, pytest.warns(RuntimeWarning, match="'failed' of the run could not be written yet"), pytest.raises(KeyboardInterrupt, match="the user's"):
+    t.writer.store.patience = 0.2
+    with faults.plant(t, faults.disk_full("telemetry", at=4, times=None), faults.reader(KeyboardInterrupt("the user's"), index=t.batches.sampler.order(0)[40])) as planted, pytest.warns(RuntimeWarning, match="'failed' of the run could not be written yet"), pytest.raises(KeyboardInterrupt, match="the user's"):
         t.fit(20, progress=False)
-    assert len(planted.fired) >= 2 and t.store.flush() and t.run.state == "failed", "it is written once there is room"
+    assert len(planted.fired) >= 2 and t.writer.store.flush() and t.run.state == "failed", "it is written once there is room"
 
 
 def test_what_this_process_asks_for_is_an_event_as_a_command_is(make):
@@ -515,17 +514,17 @@ def test_a_network_that_fails_with_every_case_accuses_none(make, size):
     "Its cases are not left out, neither then nor when the network is mended and the run goes on."
     t = make(recipe=Toy(batch_size=size, batch_norm=False), save_every=4)
     with faults.plant(t, faults.output("0", at=10, times=None)), pytest.raises(RunFailed, match="in a row were skipped, the last because: .*no good sample.*in the forward pass 0"): t.fit(400, progress=False)
-    assert not t.run.events("quarantine") and not t.guards.cases.out
-    taken = t.step.taken
+    assert not t.run.events("quarantine") and not t.quarantine.cases.out
+    taken = t.step.optimizer_step
     t.close()
     u = make(recipe=Toy(batch_size=size, batch_norm=False), resume=True).fit(30, progress=False)
-    assert u.run.state == "done" and u.step.taken >= taken + 29 and not u.run.events("quarantine")
+    assert u.run.state == "done" and u.step.optimizer_step >= taken + 29 and not u.run.events("quarantine")
 
 
 def test_a_run_that_diverges_accuses_no_case(make):
     t = make(recipe=Toy(batch_norm=False, optimizer="SGD"), lr=10.0)
     with pytest.raises(RunFailed): t.fit(600, progress=False)
-    assert not t.run.events("quarantine") and not t.guards.cases.out
+    assert not t.run.events("quarantine") and not t.quarantine.cases.out
 
 
 def test_cases_that_are_all_left_out_end_the_run_and_can_be_taken_back(make):
@@ -538,14 +537,14 @@ def test_cases_that_are_all_left_out_end_the_run_and_can_be_taken_back(make):
 
     t = make(recipe=Moody(batch_norm=False), drop_looks=0)
     with pytest.raises(RunFailed, match="no sample is left to train on: 64 cases are in quarantine, such as toy00 .*case_budget, or None, takes them back"): t.fit(1000, progress=False)
-    assert len(t.guards.cases.out) == 64 and t.run.state == "failed"
+    assert len(t.quarantine.cases.out) == 64 and t.run.state == "failed"
     t.close()
     u = make(recipe=Toy(batch_norm=False), resume=True)
     with pytest.raises(RunFailed, match="no sample is left"): u.fit(20, progress=False)
     u.close()
     v = make(recipe=Toy(batch_norm=False), resume=True, case_budget=None)
-    before = v.step.taken
-    assert v.fit(20, progress=False).run.state == "done" and v.step.taken == before + 20
+    before = v.step.optimizer_step
+    assert v.fit(20, progress=False).run.state == "done" and v.step.optimizer_step == before + 20
 
 
 def test_checkpoints_that_are_out_of_reach_do_not_begin_the_run_anew(make):
@@ -556,4 +555,4 @@ def test_checkpoints_that_are_out_of_reach_do_not_begin_the_run_anew(make):
     with pytest.raises(UserError, match="none of the 3 checkpoints of .* can be read, such as .*is missing.*; going on would begin at step 0.*bring the checkpoints back"): make(resume=True)
     folder.with_name("elsewhere").rename(folder)
     u = make(resume=True)
-    assert u.number == 12 and u.run.metrics("loss")["loss"].value.tolist() == losses and len(u.run.checkpoints()) == 3
+    assert u.iteration == 12 and u.run.metrics("loss")["loss"].value.tolist() == losses and len(u.run.checkpoints()) == 3

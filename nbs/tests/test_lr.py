@@ -46,7 +46,7 @@ def trainer(path, **fields):
     "A trainer with the rates that its optimizer had in each step, as `used`: step number → rate."
     t = Trainer(Tiny(**fields), path, threads=1, save_every=0)
     t.used = {}
-    t.optimizer.register_step_pre_hook(lambda o, *_: t.used.update({t.step.number: o.param_groups[0]["lr"]}))
+    t.optimizer.register_step_pre_hook(lambda o, *_: t.used.update({t.step.iteration: o.param_groups[0]["lr"]}))
     return t
 
 
@@ -66,7 +66,7 @@ def test_the_requested_rate_is_the_next_ones(optimizer, plans):
 
 def check(t, kind, taken, lr, start, changes, steps=10):
     "Ten steps from anywhere in a schedule, with changes before any of them."
-    t.step.taken, t.rate.shape, begin = taken, SHAPES.get(kind), t.number
+    t.step.optimizer_step, t.schedule.shape, begin = taken, SHAPES.get(kind), t.iteration
     asked = [t.set(at=begin + 1, **({"schedule": kind} if kind in SCHEDULES else {}), **{k: v for k, v in start.items() if k != "schedule"}, lr=lr)]
     asked += [t.set(at=begin + at, **change) for at, change in sorted(changes, key=lambda c: c[0])]
     t.fit(steps=steps, progress=False)
@@ -115,4 +115,4 @@ def test_a_reverted_change_leaves_rate_and_schedule_as_they_were(tmp_path):
         t.fit(steps=40, progress=False)
         lr = t.run.metrics("lr")["lr"].value
     assert change.state == "reverted" and lr[30] == 5e-3 and lr[31:].max() < lr[29] < 1e-2 and t.knobs.lr == 1e-2
-    assert lr[29] / lr[31] == pytest.approx(t.rate.multiplier(29) / t.rate.multiplier(31))
+    assert lr[29] / lr[31] == pytest.approx(t.schedule.multiplier(29) / t.schedule.multiplier(31))

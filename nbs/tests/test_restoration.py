@@ -131,9 +131,9 @@ def test_the_watch_speaks_in_a_run(tmp_path):
     recipe = recipes.Restoration(**{**recipes.Restoration.tiny, "image_size": (16, 16), "dim": 4, "refinement": 0, "phantoms": 4})
     with Trainer(recipe, tmp_path / "run", precision="fp16", check_loss=False, max_skips=40, escalate_after=None, threads=1) as t:
         losses = t.step.losses
-        t.step.losses = lambda m, b: {k: v * (math.inf if t.number >= 5 else 1) for k, v in losses(m, b).items()}
+        t.step.losses = lambda m, b: {k: v * (math.inf if t.iteration >= 5 else 1) for k, v in losses(m, b).items()}
         with pytest.raises(RuntimeError, match="40 steps in a row"): t.fit(60, progress=False)
         assert t.run.checkpoints()[-1]["step"] >= 4, "what was learned before the failure is kept"
-        said = t.run.events("scaler")
+        said = t.run.events("loss_scale")
         assert said[0].level == "error" and said[0].step - 5 <= 3 and "the forward pass overflows" in said[0].text and "fixes: fp32_fft, ortho_fft, norm_fp32, bf16, fp32" in said[0].text
         assert any("below 1024 (critical)" in e.text for e in said) and t.run.metrics("scale")["scale"].value.min() >= 1 and t.run.events("scale_floor")

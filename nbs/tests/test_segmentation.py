@@ -112,7 +112,7 @@ def test_a_run_that_learned_nothing_says_so(tmp_path, monkeypatch):
     losses = recipes.Segmentation.losses
     monkeypatch.setattr(recipes.Segmentation, "losses", lambda *a: {k: v * torch.nan for k, v in losses(*a).items()})
     status, out, err = said("train", "segmentation", *TINY, "--run", tmp_path / "run", "--steps", 2)
-    assert status == 1 and "done at step 2" in out and "not one step was taken, so nothing was learned" in err and [e.level for e in Run(tmp_path / "run").events("nothing")] == ["error"]
+    assert status == 1 and "done at step 2" in out and "not one step was taken, so nothing was learned" in err and [e.level for e in Run(tmp_path / "run").events("no_step_taken")] == ["error"]
 
 
 def test_mistakes_of_prediction(files, tmp_path):
@@ -135,7 +135,7 @@ def test_a_case_that_breaks_later_is_left_out_by_name(tmp_path):
         (tmp_path / "data/labels/c1.nii.gz").write_bytes(b"gone")
         t.fit(12, progress=False)
         texts = [e.text for e in t.run.events("bad_sample")]
-        assert texts and all("c1 was left out: CaseFault: case 'c1'" in x for x in texts) and len(t.run.events("quarantine")) == 1 and t.number == 12 and t.step.taken >= 10
+        assert texts and all("c1 was left out: CaseFault: case 'c1'" in x for x in texts) and len(t.run.events("quarantine")) == 1 and t.iteration == 12 and t.step.optimizer_step >= 10
 
 
 def test_caches_end_at_their_bytes_and_their_workers_share_them(tmp_path):

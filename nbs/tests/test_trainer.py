@@ -81,11 +81,11 @@ def test_training_runs_once(make):
     t = make(Toy(pace=0.01))
     for first in (lambda: t.start(), lambda: threading.Thread(target=t.fit, args=(10**6,), kwargs=dict(progress=False)).start()):
         first()
-        while not t.busy.locked(): time.sleep(0.01)
+        while not t.worker.busy.locked(): time.sleep(0.01)
         for again in (lambda: t.start(steps=3), lambda: t.fit(3, progress=False)):
             with pytest.raises(UserError, match="training runs already"): again()
         t.stop()
-        with t.busy: pass
+        with t.worker.busy: pass
     with pytest.raises(UserError, match="holds a run already"): make()
     with pytest.raises(UserError, match="held by a live trainer"): make(resume=True)
 
@@ -104,10 +104,10 @@ def test_close_while_training_saves(make, thread):
         except BaseException as e: errors.append(e)
 
     t.start() if thread == "worker" else threading.Thread(target=fit).start()
-    while t.number < 3: time.sleep(0.01)
+    while t.iteration < 3: time.sleep(0.01)
     t.close(); t.close()
     run = Run(t.path)
-    assert not errors and run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step == t.number
+    assert not errors and run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step == t.iteration
     with pytest.raises(UserError, match="was closed"): t.fit(1)
 
 
@@ -116,7 +116,7 @@ def test_pause_before_start_and_after_stop(make):
     t.pause()
     t.start(steps=3)
     time.sleep(0.2)
-    assert (t.number, t.run.state) == (0, "paused")
+    assert (t.iteration, t.run.state) == (0, "paused")
     t.resume(); t.wait(20)
     t.pause(); t.start(); t.stop(); t.wait(20)
     assert t.start(steps=2).wait(20).run.state == "done", "a pause ends with its training"
@@ -165,7 +165,7 @@ def test_checkpointing_changes_memory_and_no_bit(make, name):
     def weights(t): return [p.detach().clone() for p in t.model.parameters()]
 
     def kept(t):
-        (batch,), *_ = t.feed.take(1, 1)
+        (batch,), *_ = t.batches.next(1, 1)
         return kept_bytes(lambda: t.recipe.losses(t.model, batch)["loss"].sum(), t.model)
 
     recipe = lambda: (cls := getattr(recipes, name))(**{**cls.tiny, "batch_size": 2})
@@ -240,7 +240,7 @@ def test_a_stop_for_a_trainer_that_is_gone_does_not_stop_the_next(make):
     t = make(resume=True)
     time.sleep(0.2)
     t.fit(4, progress=False)
-    assert (t.number, t.run.state) == (5, "done")
+    assert (t.iteration, t.run.state) == (5, "done")
 
 
 # resume
@@ -259,7 +259,7 @@ def test_another_recipe_is_refused_or_told(make):
     assert "batch_size 8 → 4" in t.run.events("config")[0].text
     t.recipe.batch_size = 5
     t.fit(1, progress=False)
-    assert t.feed.cursor == 3 * 8 + 4 and t.last["dropped"] == 0, "what counts is the batch that was loaded"
+    assert t.batches.samples_seen == 3 * 8 + 4 and t.last["dropped"] == 0, "what counts is the batch that was loaded"
 
 
 # faults
@@ -290,8 +290,8 @@ def test_losses_that_are_none(make, losses, words):
 
 def test_parts_that_come_and_go_stay_in_their_columns(make):
     t = make(Toy())
-    t.step.losses = lambda m, b: dict(loss=L(m, b), **({"part": L(m, b).detach() * 0 + t.step.number} if t.step.number % 3 == 0 else {}))
-    t.feed.loader = iter([_empty(), next(t.feed.loader), _empty(), *(next(t.feed.loader) for _ in range(30))])
+    t.step.losses = lambda m, b: dict(loss=L(m, b), **({"part": L(m, b).detach() * 0 + t.step.iteration} if t.step.iteration % 3 == 0 else {}))
+    t.batches.batches = iter([_empty(), next(t.batches.batches), _empty(), *(next(t.batches.batches) for _ in range(30))])
     t.fit(20, progress=False)
     s = t.run.metrics("part", "loss", "lr", "skipped")
     assert s["part"].step.tolist() == s["part"].value.tolist() == [6, 9, 12, 15, 18] and s["loss"].step.tolist() == [*range(1, 21)]
@@ -313,7 +313,7 @@ def test_an_empty_dataset(make, tmp_path):
 
 def test_a_directory_that_is_deleted_while_training(make):
     t = make(Toy(pace=0.002), save_every=5).start()
-    while t.number < 3: time.sleep(0.01)
+    while t.iteration < 3: time.sleep(0.01)
     shutil.rmtree(t.path)
     with pytest.raises((FileNotFoundError, UserError)): t.wait(20)
     t.close()

@@ -16,7 +16,6 @@ from torch import nn
 
 from medlab.core import generator
 from medlab.recipes.base import Recipe
-from medlab.train.state import state_of
 from medlab.train.trainer import Trainer
 
 
@@ -71,8 +70,8 @@ def promise(trainer, seed):
 
     def step():
         one()
-        say("step", trainer.number, time.monotonic())
-        if talks and pace.random() < 0.2: say("event", trainer.event("promise", f"promised at {trainer.number}").result())
+        say("step", trainer.iteration, time.monotonic())
+        if talks and pace.random() < 0.2: say("event", trainer.event("promise", f"promised at {trainer.iteration}").result())
         time.sleep(pace.random() * 0.004)
 
     def saved():
@@ -90,8 +89,8 @@ if __name__ == "__main__":
     trainer = open_run(path)
     if rest[0] == "--until":
         for at, change in ast.literal_eval(rest[2] if len(rest) > 2 else "{}").items():
-            if trainer.number < at: trainer.set(at=at, **change)
+            if trainer.iteration < at: trainer.set(at=at, **change)
         trainer.fit(until=int(rest[1]), progress=False)
-        say(digest(state_of(trainer)))
+        say(digest(trainer.state.state_dict()))
         trainer.close()
     else: promise(trainer, int(rest[0]))

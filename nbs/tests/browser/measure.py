@@ -45,7 +45,7 @@ APPLIED = "n => document.querySelectorAll('[data-fix=switch]').length && documen
 BUSY = "import time\nfrom pathlib import Path\nend = time.monotonic() + 120\nwhile time.monotonic() < end and not Path('enough').exists(): time.sleep(0.01)"
 BEGAN = """
 import json
-trainer.store.flush()
+trainer.writer.store.flush()
 m, t = trainer.run.metrics("step_time")["step_time"], {e.step: e.time for e in trainer.run.events("change")}
 print(json.dumps([[c.applied_step, t[c.applied_step] - float(m.value[m.step == c.applied_step][0])] for c in trainer.run.changes() if c.state == "applied" and c.source == "panel"]))
 """
@@ -119,7 +119,7 @@ def slowdown(seconds=20, rounds=4):
         nb = show(TRAIN, "lab = None")
         nb.run_all()
         out = dict(open=[], closed=[])
-        rate = lambda: float(nb.kernel(f"import time; a, t = trainer.number, time.perf_counter(); time.sleep({seconds}); print((trainer.number - a) / (time.perf_counter() - t))"))
+        rate = lambda: float(nb.kernel(f"import time; a, t = trainer.iteration, time.perf_counter(); time.sleep({seconds}); print((trainer.iteration - a) / (time.perf_counter() - t))"))
         for _ in range(rounds):
             for how, code in (("closed", "lab.close() if lab else None; lab = None"), ("open", "lab = Lab(trainer, share=0); lab")):
                 nb.page.evaluate("code => { const c = window.jupyterapp.shell.currentWidget.content; c.widgets[1].model.sharedModel.setSource(code); c.activeCellIndex = 1; return window.jupyterapp.commands.execute('notebook:run-cell').then(() => true) }", code)

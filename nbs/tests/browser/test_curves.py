@@ -97,7 +97,7 @@ def test_curves_move_while_a_thread_trains(notebook):
     wait_updates(nb, before + 6)
     nb.page.evaluate(SPY)
     nb.until("() => window.drawn.some(t => t.startsWith('lr → 0.002'))")
-    nb.wait("trainer.number > 60")
+    nb.wait("trainer.iteration > 60")
     nb.until("() => Number(document.querySelector('.medlab-curves').dataset.last) > 60")
     assert nb.page.locator(".mc-state").first.inner_text().startswith("running, step ")
     assert nb.page.locator(".medlab-curves").bounding_box()["height"] == heights, "no layout jumps while it runs"

@@ -46,14 +46,14 @@ def no_process_stays(server):
 def test_the_tutorial(notebook):
     nb = notebook(*cells("lab = Lab(trainer)"), size=(1240, 1500))
     nb.until_state("running")
-    nb.wait("trainer.number > 3 and lab.preview.viewer is not None", 60)
+    nb.wait("trainer.iteration > 3 and lab.preview.viewer is not None", 60)
     nb.page.locator(".medlab-viewer").first.wait_for(timeout=90_000)
-    before = nb.kernel("print(trainer.number)")
+    before = nb.kernel("print(trainer.iteration)")
     nb.page.locator("[data-fix=norm_eps] .mp-switch").click()
     nb.until_fate("norm_eps", "applied")
     ask(nb, "lr", "2e-4")
     nb.until_fate("lr", "applied")
-    nb.wait("trainer.knobs.norm_eps == 1e-4 and trainer.knobs.lr == 2e-4 and trainer.thread.is_alive()")
+    nb.wait("trainer.knobs.norm_eps == 1e-4 and trainer.knobs.lr == 2e-4 and trainer.worker.thread.is_alive()")
     steps = json.loads(nb.kernel("print(__import__('json').dumps([[c.applied_step, c.verified, c.source] for c in trainer.run.changes()]))"))
     assert all(verified and step > int(before) for step, verified, _ in steps) and [s[2] for s in steps] == ["panel", "panel"]
     ask(nb, "lr", "99")
@@ -65,7 +65,7 @@ def test_the_tutorial(notebook):
         nb.theme(dark)
         shot(nb, f"lab_{'dark' if dark else 'light'}.png")
     height = nb.page.locator(".medlab-panel").first.evaluate("e => e.closest('.jp-OutputArea-output').getBoundingClientRect().height")
-    nb.wait(f"trainer.number > {int(before) + 20}", 60)
+    nb.wait(f"trainer.iteration > {int(before) + 20}", 60)
     assert nb.page.locator(".medlab-panel").first.evaluate("e => e.closest('.jp-OutputArea-output').getBoundingClientRect().height") == height, "no layout jumps while it runs"
     assert len(nb.save()) < 300_000
     nb.page.set_viewport_size(dict(width=1000, height=1500))

@@ -46,5 +46,5 @@ def run(path, steps, share=0.0, seed=0, **knobs):
         kinds = [e.kind for e in t.run.events()]
         last = t.run.metrics("loss")["loss"].value[-200:]
         whole = all(bool(torch.isfinite(p).all()) for p in t.model.state_dict().values())
-        return dict(taken=t.step.taken, number=t.number, state=t.run.state, fired=len(planted.fired) if planted else 0, whole=whole, loss=float(last[last == last].mean()),
-            events={k: kinds.count(k) for k in dict.fromkeys(kinds) if k not in ("checkpoint", "planted", "sqlite")}, left_out=len(t.guards.cases.out) + len(t.feed.quarantined))
+        return dict(taken=t.step.optimizer_step, number=t.iteration, state=t.run.state, fired=len(planted.fired) if planted else 0, whole=whole, loss=float(last[last == last].mean()),
+            events={k: kinds.count(k) for k in dict.fromkeys(kinds) if k not in ("checkpoint", "planted", "sqlite")}, left_out=len(t.quarantine.cases.out) + len(t.quarantine.samples.out))

@@ -29,16 +29,16 @@ def for_ever(path, pipe):
     "Train, and tell what is acknowledged as soon as it is."
     tell = lambda *words: os.write(pipe.fileno(), (" ".join(map(str, words)) + "\n").encode())
     t, anew = opened(path)
-    tell("resumed", t.number, int(anew))
-    one, save, draw = t._one, t.save, random.Random(t.number)
+    tell("resumed", t.iteration, int(anew))
+    one, save, draw = t._one, t.save, random.Random(t.iteration)
 
     def step():
         one()
-        if draw.random() < 0.3: tell("event", t.event("promise", f"promised at {t.number}").result())
+        if draw.random() < 0.3: tell("event", t.event("promise", f"promised at {t.iteration}").result())
 
     def saved():
         file = save()
-        tell("checkpoint", t.number, file.name)
+        tell("checkpoint", t.iteration, file.name)
         return file
 
     t._one, t.save = step, saved
@@ -91,7 +91,7 @@ def test_kills_at_random_moments(tmp_path):
     assert not figures["lost"] and not figures["unloadable"] and newest and promised, figures
     t, anew = opened(path)
     with t:
-        assert not anew and t.number >= newest
+        assert not anew and t.iteration >= newest
         t.fit(3, progress=False)
         assert t.run.state == "done"
     assert len(events(path, "error")) == 0

@@ -33,7 +33,7 @@ def test_kill_at_the_worst_moment(tmp_path, whole, where, at, expected):
     assert run.state == "killed" and run._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     for c in run.checkpoints(): read_state(path / "checkpoints" / c["file"], c["sha256"])
     with trainer(path, resume=True) as t:
-        assert t.number in (expected if isinstance(expected, tuple) else (expected,))
+        assert t.iteration in (expected if isinstance(expected, tuple) else (expected,))
         assert {f.name for f in (path / "checkpoints").iterdir()} == {c["file"] for c in run.checkpoints()}, "what was never listed is swept"
         t.fit(until=STEPS, progress=False)
         assert equal(weights(t), whole[0])
@@ -67,11 +67,11 @@ def test_a_disk_that_is_really_full(small_disk, whole):
     error = train(t, 3)
     with pytest.raises(NotSaved, match="No space left on device|disk is full"): t.save()
     end = time.monotonic() + 10
-    while not t.store.fault: assert time.monotonic() < end; time.sleep(0.05)
-    assert [c["step"] for c in t.run.checkpoints()] == kept and t.checkpoints.newest()[0]["number"] == 8, error
+    while not t.writer.store.fault: assert time.monotonic() < end; time.sleep(0.05)
+    assert [c["step"] for c in t.run.checkpoints()] == kept and t.saver.checkpoints.newest()[0]["number"] == 8, error
     (small_disk / "filler").unlink()
-    while t.store.fault: assert time.monotonic() < end + 20; time.sleep(0.05)
-    t.fit(STEPS - t.number, progress=False)
+    while t.writer.store.fault: assert time.monotonic() < end + 20; time.sleep(0.05)
+    t.fit(STEPS - t.iteration, progress=False)
     assert equal(weights(t), whole[0]) and t.run.checkpoints()[-1]["step"] == STEPS
     t.close()
     assert losses(path) == whole[1], "not a row was lost"
@@ -88,7 +88,7 @@ def test_files_that_may_not_grow(tmp_path, whole):
         try:
             with pytest.raises(NotSaved, match="File too large"): t.save()
         finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert not list((path / "checkpoints").glob("*.part")) and t.checkpoints.newest()[0]["number"] == 8
+        assert not list((path / "checkpoints").glob("*.part")) and t.saver.checkpoints.newest()[0]["number"] == 8
         t.fit(STEPS - 8, progress=False)
         assert equal(weights(t), whole[0])
     assert losses(path) == whole[1]

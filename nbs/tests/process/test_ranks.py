@@ -33,7 +33,7 @@ class Half(Toy):
 
 
 PLANS = {
-    "nothing": {},
+    "no_step_taken": {},
     "half precision": {0: lambda: [faults.gradient("0.weight", at=9)]},
     "gradient": {1: lambda: [faults.gradient("0.weight", at=5)]},
     "one sample": {0: lambda: [faults.batch("x", at=5)]},
@@ -56,7 +56,7 @@ def rank(number, folder):
             try: t.fit(STEPS, progress=False)
             except (RunFailed, KeyboardInterrupt) as e: print(name, type(e).__name__, e, file=sys.stderr)
             flat = torch.cat([p.detach().flatten() for p in t.model.parameters()])
-            print(json.dumps(dict(name=name, weights=flat.tolist(), number=t.number, taken=t.step.taken, micro=t.knobs.micro_batch, state=t.run.state)))
+            print(json.dumps(dict(name=name, weights=flat.tolist(), number=t.iteration, taken=t.step.optimizer_step, micro=t.knobs.micro_batch, state=t.run.state)))
     dist.destroy_process_group()
 
 
@@ -84,11 +84,11 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     skipped = [sum(Run(r).metrics("skipped")["skipped"].value) for r in runs]
     if name == "half precision": assert skipped[0] == skipped[1] == STEPS - a["taken"] >= 1
     if name in ("gradient", "no gradient"): assert a["taken"] == STEPS - 1 and skipped == [1, 1] and all(len(events(r, "skip")) == 1 for r in runs)
-    if name.startswith("memory"): assert a["taken"] == STEPS and all("rank" in " ".join(events(r, "oom")) for r in runs[:1] if "PeerFault" in " ".join(events(r, "oom"))) and any("PeerFault" in s for r in runs for s in events(r, "oom"))
+    if name.startswith("memory"): assert a["taken"] == STEPS and all("rank" in " ".join(events(r, "out_of_memory")) for r in runs[:1] if "PeerFault" in " ".join(events(r, "out_of_memory"))) and any("PeerFault" in s for r in runs for s in events(r, "out_of_memory"))
     if name in ("memory in forward", "memory in backward"): assert a["micro"] == 2 and not events(runs[0], "restore") + events(runs[1], "restore")
     if name == "memory in optimizer": assert [len(events(r, "restore")) for r in runs] == [1, 1] and a["micro"] is None
-    if name == "for good": assert all("went back from step 10 to 3" in " ".join(events(r, "guard")) for r in runs), "the newest that both keep: one of them could not write that of step 6"
-    if name in ("nothing", "one sample"):
+    if name == "for good": assert all("went back from step 10 to 3" in " ".join(events(r, "recovery_action")) for r in runs), "the newest that both keep: one of them could not write that of step 6"
+    if name in ("no_step_taken", "one sample"):
         with trainer(tmp_path / "one", Half(), clip_by_loss=True) as t, faults.plant(t, *PLANS[name].get(0, list)()):
             t.fit(STEPS, progress=False)
             assert torch.allclose(torch.cat([p.detach().flatten() for p in t.model.parameters()]), torch.tensor(a["weights"]), atol=1e-6), "one process that sees all samples ends there too"

@@ -24,7 +24,7 @@ def whole(tmp_path_factory):
 def test_a_worker_that_dies_while_it_reads(tmp_path, whole):
     with trainer(tmp_path / "run", Toy(workers=2)) as t, faults.plant(t, faults.kill_worker(index=7), faults.kill_worker(index=20, number=signal.SIGSEGV)) as planted:
         t.fit(STEPS, progress=False)
-        cursor = t.feed.cursor
+        cursor = t.batches.samples_seen
     assert len(planted.fired) == 2 and cursor == STEPS * 4 and losses(tmp_path / "run") == whole, "the same samples in the same order"
     said = events(tmp_path / "run", "bad_sample", "worker")
     assert len(said) == 2 and "SIGKILL" in " ".join(said) and "SIGSEGV" in " ".join(said) and all("started again" in s for s in said)
@@ -33,10 +33,10 @@ def test_a_worker_that_dies_while_it_reads(tmp_path, whole):
 def test_workers_killed_from_outside_and_an_interrupt_in_the_terminal(tmp_path, whole):
     with trainer(tmp_path / "run", Toy(workers=2)) as t:
         t.fit(3, progress=False)
-        for w in t.feed.workers: os.kill(w.pid, signal.SIGINT)  # what Ctrl-C sends to every process of a terminal
+        for w in t.batches.workers: os.kill(w.pid, signal.SIGINT)  # what Ctrl-C sends to every process of a terminal
         t.fit(3, progress=False)
         assert not events(t.path, "bad_sample", "worker")
-        for w in t.feed.workers: os.kill(w.pid, signal.SIGKILL)
+        for w in t.batches.workers: os.kill(w.pid, signal.SIGKILL)
         t.fit(STEPS - 6, progress=False)
     assert losses(tmp_path / "run") == whole and len(events(tmp_path / "run", "bad_sample", "worker")) == 1
 
@@ -44,10 +44,10 @@ def test_workers_killed_from_outside_and_an_interrupt_in_the_terminal(tmp_path, 
 def test_a_sample_that_ends_whoever_reads_it(tmp_path):
     with trainer(tmp_path / "run", Toy(workers=1)) as t, faults.plant(t, faults.kill_worker(index=7, times=None)) as planted:
         t.fit(STEPS, progress=False)
-        assert len(planted.fired) >= 3 and list(t.feed.quarantined) == [7] and t.feed.cursor == STEPS * 4
+        assert len(planted.fired) >= 3 and list(t.quarantine.samples.out) == [7] and t.batches.samples_seen == STEPS * 4
         dropped = sum(t.run.metrics("dropped")["dropped"].value)
     with trainer(tmp_path / "without") as t:
-        t.feed.quarantined[7] = "left out from the start"
+        t.quarantine.samples.out[7] = "left out from the start"
         t.fit(STEPS, progress=False)
         assert sum(t.run.metrics("dropped")["dropped"].value) == dropped >= 2
     assert losses(tmp_path / "run") == losses(tmp_path / "without"), "all others as ever"
@@ -62,7 +62,7 @@ def test_a_reader_that_raises(tmp_path, workers):
     raised = [e for e in RAISED if workers or not isinstance(e, KeyboardInterrupt)]  # in the trainer's own process that is the user's
     with trainer(tmp_path / "run", Toy(workers=workers)) as t, faults.plant(t, *(faults.reader(e, index=3 * i) for i, e in enumerate(raised))) as planted:
         t.fit(STEPS, progress=False)
-        assert t.run.state == "done" and len(planted.fired) == len(raised) and not t.feed.quarantined
+        assert t.run.state == "done" and len(planted.fired) == len(raised) and not t.quarantine.samples.out
     said = events(tmp_path / "run", "bad_sample")
     assert len(said) == len(raised), said
     for i, e in enumerate(raised): assert sum(f"sample {3 * i} was left out: {type(e).__name__}" in s for s in said) == 1
@@ -71,14 +71,14 @@ def test_a_reader_that_raises(tmp_path, workers):
 def test_a_worker_that_hangs(tmp_path, whole):
     "It is ended and replaced; a sample that hangs again when it is read alone is left out, one that does not is used."
     with trainer(tmp_path / "run", Toy(workers=2), worker_timeout=1.5) as t, faults.plant(t, faults.hang_worker(index=7, times=1)) as planted:
-        old = [w.pid for w in t.feed.workers]
+        old = [w.pid for w in t.batches.workers]
         t.fit(STEPS, progress=False)
-        assert len(planted.fired) == 1 and not t.feed.quarantined and t.feed.cursor == STEPS * 4 and not set(old) & {w.pid for w in t.feed.workers}
+        assert len(planted.fired) == 1 and not t.quarantine.samples.out and t.batches.samples_seen == STEPS * 4 and not set(old) & {w.pid for w in t.batches.workers}
     said = events(tmp_path / "run", "worker")
     assert losses(tmp_path / "run") == whole and len(said) == 1 and "no batch came for 1.5 s (worker_timeout); they were ended" in said[0]
     with trainer(tmp_path / "stays", Toy(workers=2), worker_timeout=1.5) as t, faults.plant(t, faults.hang_worker(index=7, times=None)) as planted:
         t.fit(STEPS, progress=False)
-        assert len(planted.fired) == 2 and list(t.feed.quarantined) == [7] and t.run.state == "done"
+        assert len(planted.fired) == 2 and list(t.quarantine.samples.out) == [7] and t.run.state == "done"
     assert any("sample 7" in s and "gave nothing for 1.5 s" in s and "is in quarantine" in s for s in events(tmp_path / "stays", "quarantine"))
     assert not any(os.path.exists(f"/proc/{pid}") for pid in old), "what hung is gone"
 
@@ -96,18 +96,18 @@ def test_a_stop_is_heard_while_a_worker_hangs(tmp_path, whole):
             end = time.monotonic() + 60
             while not planted.fired: assert time.monotonic() < end; time.sleep(0.05)
             time.sleep(0.5)
-            old = [w.pid for w in t.feed.workers]
+            old = [w.pid for w in t.batches.workers]
             t.stop()
             t.wait(30)
-            assert t.run.state == "stopped" and t.number < STEPS and t.run.checkpoints()[-1]["step"] == t.number
-        t.fit(STEPS - t.number, progress=False)
+            assert t.run.state == "stopped" and t.iteration < STEPS and t.run.checkpoints()[-1]["step"] == t.iteration
+        t.fit(STEPS - t.iteration, progress=False)
     assert losses(tmp_path / "run") == whole and not any(os.path.exists(f"/proc/{pid}") for pid in old)
 
 
 def test_a_batch_that_does_not_come_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("medlab.train.loop.PATIENCE", 1.0)
     with trainer(tmp_path / "run", Toy(workers=1)) as t, faults.plant(t, faults.hang_worker(index=7, seconds=5)): t.fit(STEPS, progress=False)
-    said, = events(tmp_path / "run", "waiting")
+    said, = events(tmp_path / "run", "data_stall")
     assert "no batch has come for" in said and "worker_timeout" in said
 
 
@@ -121,7 +121,7 @@ class Mine(Toy):
 {guard}
     with trainer({run!r}, Mine(workers=2)) as t:
         t.start(10**6)
-        while t.number < 3 and t.thread.is_alive(): pass
+        while t.iteration < 3 and t.worker.thread.is_alive(): pass
         print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
         t.wait()
 """
