@@ -231,15 +231,20 @@ def merged_knobs(
         knobs |= cls.Knobs.parse(current_name(name, traits, met) + equals + value)
     return knobs
 
-# %% ../../nbs/cli/00_options.ipynb #7ed02bfa
+# %% ../../nbs/cli/00_options.ipynb #b0e04a6b
+def _parsed(cls, argv, met):
+    "What was typed, converted to the types of the fields; raises `UserError`."
+    try: return train_parser(cls).parse_args(normal_options(argv, known_keys(cls), met))
+    except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
+
+
 def options(
     cls:type,  # the recipe
     argv,  # options as they were typed
 ):  # (recipe fields, knobs, the rest)
     "Merge command line and YAML; raises `UserError` for anything that does not fit."
     met, names = set(), field_names(cls)
-    try: given = train_parser(cls).parse_args(normal_options(argv, known_keys(cls), met))
-    except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
+    given = _parsed(cls, argv, met)
     file = {} if given.config is None else read_yaml(given.config, cls, met)
     typed = {k: v for k, v in given.items() if v is not None and k in (*names, *RUN_KEYS)}
     merged = checked_run({k: v for k, v in file.items() if k not in cls.Knobs.class_traits()} | typed)

@@ -281,6 +281,14 @@ def read(self:Restoration, knob, model, default):
     return default if value is None else value
 
 # %% ../../nbs/recipes/02_restoration.ipynb #9a418bff
+def _tile_size(recipe, tile, overlap):
+    "Sides of the tiles; raises `UserError` for tiles and overlaps that cannot be."
+    if not 0 <= overlap < 1: raise UserError(f"overlap={overlap} must be in [0, 1); 0.5 is usual")
+    if tile is None: return recipe.image_size
+    if tile >= 1: return (tile,) * recipe.spatial_dims
+    raise UserError(f"tile={tile} must be at least 1 voxel; leave it away for {recipe.image_size}")
+
+
 def restore(
     recipe:Restoration,
     model:torch.nn.Module,  # in evaluation mode
@@ -291,11 +299,8 @@ def restore(
 ) -> torch.Tensor:  # (n, 1, *space) on the CPU, in the input's scale
     "Restore every frame of a picture; raises `UserError` for tiles that cannot be."
     from monai.inferers import sliding_window_inference
-    if not 0 <= overlap < 1: raise UserError(f"overlap={overlap} must be in [0, 1); 0.5 is usual")
-    if tile is not None and tile < 1:
-        raise UserError(f"tile={tile} must be at least 1 voxel; leave it away for {recipe.image_size}")
-    size = recipe.image_size if tile is None else (tile,) * recipe.spatial_dims
-    device, bar = next(model.parameters()).device, sys.stderr.isatty() if progress is None else progress
+    size, device = _tile_size(recipe, tile, overlap), next(model.parameters()).device
+    bar = sys.stderr.isatty() if progress is None else progress
     run = lambda w: model(w[:, :1], w[:, 1:] if w.shape[1] > 1 else None).float()
     frames = whole.image if whole.depth is None else torch.cat([whole.image, whole.depth], 1)
     if all(n <= s for n, s in zip(frames.shape[2:], size)): tiled = run
