@@ -9,11 +9,8 @@ __all__ = ['NeverFired', 'Plan', 'Due', 'Planted', 'plant', 'replaced', 'spoil',
 import builtins
 import contextlib
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from ..core import UnknownName
 

@@ -10,14 +10,12 @@ import itertools
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-import numpy as np
 import torch
 import traitlets
 from fastcore.basics import patch
 
-from ..core import UnknownName, UserError, derive_seed, strict
+from ..core import UserError, derive_seed, strict
 from ..losses.segmentation import SurfaceTerm, ce_loss, cldice_loss, dice_loss, supervised
 from ..metrics import label_scores
 from ..nets.segmentation import classes_of, heads, segmentation_net, side_factor
