@@ -26,14 +26,17 @@ def demo_recipe(
     **changes,  # fields of FastDDPM that are to differ
 ) -> FastDDPM:
     "The recipe that the demo trains."
-    return FastDDPM(**dict(image_size=(24, 24, 24), channels=(16, 32), num_res_blocks=1, norm_groups=8, prediction="sample", target="t2f", phantoms=80, val=0.1, test=0.1, batch_size=2) | changes)
+    small = dict(image_size=(24, 24, 24), channels=(16, 32), num_res_blocks=1, norm_groups=8)
+    task = dict(prediction="sample", target="t2f", phantoms=80, val=0.1, test=0.1, batch_size=2)
+    return FastDDPM(**small | task | changes)
 
 
 def demo_knobs(
     steps:int,  # of the run
 ) -> dict:
     "The knobs that go with it: a rate for minutes, falling to zero over the run."
-    return dict(lr=3e-3, schedule="cosine", horizon=steps, warmup=10, gradient_accumulation_steps=1, ema=0.99, precision="bf16", save_every=0)
+    return dict(lr=3e-3, schedule="cosine", horizon=steps, warmup=10, gradient_accumulation_steps=1, ema=0.99,
+        precision="bf16", save_every=0)
 
 # %% ../../nbs/cli/02_demo.ipynb #e5acb7fe
 def bright_planes(
@@ -56,22 +59,51 @@ def draw_prediction(
 ):  # figure
     "Inputs, prediction, truth and their difference for one case, in normalized units."
     recipe = trainer.recipe
-    data, c = recipe.data([name]), recipe.modalities.index(modality)
-    full = data.load(0)
-    volume, r = trainer.predict(name, modality=modality, **options), recipe.ranges[modality]
+    full, r = recipe.data([name]).load(0), recipe.ranges[modality]
+    volume = trainer.predict(name, modality=modality, **options)
     made = (volume.data - r.lo) * (2 / (r.hi - r.lo)) - 1
-    truth, brain = full.image[c].numpy(), full.brain[0].numpy()
-    inputs = {m: full.image[i].numpy() for i, m in enumerate(recipe.modalities) if i != c and full.available[i]}
-    return show_prediction(inputs, made, truth, brain, volume.spacing, at or bright_planes(truth, brain), f"{name}: {modality}, step {trainer.number}", planes, size)
+    images = {m: full.image[i].numpy() for i, m in enumerate(recipe.modalities)}
+    truth, brain = images.pop(modality), full.brain[0].numpy()
+    inputs = {m: x for m, x in images.items() if full.available[recipe.modalities.index(m)]}
+    title = f"{name}: {modality}, step {trainer.number}"
+    at = at or bright_planes(truth, brain)
+    return show_prediction(inputs, made, truth, brain, volume.spacing, at, title, planes, size)
 
-
+# %% ../../nbs/cli/02_demo.ipynb #92d233a9
 def draw_curves(
     run,  # a Run
     names=("loss", "lr", "grad_norm", "scale", "mem_gb", "step_time"),  # metrics
 ):  # figure
     "The curves of a run, with its changes as marks; what jitters is averaged over a fortieth of the steps."
-    marks = [(c.applied_step, ", ".join(f"{k} → {v}" for k, v in c.new.items())) for c in run.changes() if c.state == "applied"]
+    applied = [c for c in run.changes() if c.state == "applied"]
+    marks = [(c.applied_step, ", ".join(f"{k} → {v}" for k, v in c.new.items())) for c in applied]
     return show_curves(run.metrics(*names, points=2000), marks, smooth=max(0, 1 - 40 / max(run.step, 1)))
+
+# %% ../../nbs/cli/02_demo.ipynb #52b6859c
+def _threads_for(threads):
+    "(threads to compute with, a note for the user): what was asked for, or one on a busy machine."
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+    if not busy: return threads, ""
+    return threads or 1, ", with one thread since the machine is busy"
+
+# %% ../../nbs/cli/02_demo.ipynb #a49a78b0
+def _leave_results(trainer, folder):
+    "Write a volume, two pictures and a table; the table."
+    table, name = trainer.evaluate(), trainer.recipe.split.test[0]
+    write_volume(trainer.predict(name, modality="t2f"), folder / f"{name}-t2f.nii.gz")
+    draw_prediction(trainer, name, "t2f").savefig(folder / "prediction.png", dpi=120)
+    draw_curves(trainer.run).savefig(folder / "curves.png", dpi=120)
+    table.to_csv(folder / "table.csv")
+    return table
+
+
+def _print_results(table, folder, seconds):
+    "Print the table, how far the network is ahead, and the files."
+    mean = table.metrics
+    best = max(mean["psnr_copy"], mean["psnr_linear"])
+    print(f"{table}\n{mean['psnr']:.1f} dB against {best:.1f} dB of the best baseline "
+        f"({mean['psnr'] - best:+.1f} dB), after {seconds:.0f} s")
+    print("left behind: " + ", ".join(sorted(p.name for p in folder.iterdir())))
 
 # %% ../../nbs/cli/02_demo.ipynb #160438ef
 def run_demo(
@@ -82,22 +114,17 @@ def run_demo(
 ) -> int:  # exit status: 130 where it was stopped before the last step
     "Train on phantoms; leave `run/`, a predicted volume, two pictures and a table in the folder."
     folder, start = Path(folder), time.perf_counter()
-    if (folder / "run").exists(): raise UserError(f"{folder} holds a demo already; name another folder, or remove it")
-    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2
-    if busy and threads is None: threads = 1  # threads that wait for one another lose more on a busy machine than a second one brings
-    print(f"training Fast-DDPM on phantoms for {steps} steps, in {folder / 'run'}" + (", with one thread since the machine is busy" if busy else ""), flush=True)
-    with Trainer(recipe or demo_recipe(), folder / "run", threads=threads, **demo_knobs(steps)) as trainer:
+    run, passed = folder / "run", lambda: time.perf_counter() - start
+    if run.exists(): raise UserError(f"{folder} holds a demo already; name another folder, or remove it")
+    threads, note = _threads_for(threads)
+    print(f"training Fast-DDPM on phantoms for {steps} steps, in {run}{note}", flush=True)
+    with Trainer(recipe or demo_recipe(), run, threads=threads, **demo_knobs(steps)) as trainer:
         trainer.fit(until=steps, progress="lines")
-        if trainer.number < steps: print(f"stopped at step {trainer.number} of {steps}; nothing was measured. medlab train --resume {folder / 'run'} goes on"); return 130
-        print(f"measuring on phantoms that were not trained on ({time.perf_counter() - start:.0f} s so far)")
-        table = trainer.evaluate()
-        name = trainer.recipe.split.test[0]
-        write_volume(trainer.predict(name, modality="t2f"), folder / f"{name}-t2f.nii.gz")
-        draw_prediction(trainer, name, "t2f").savefig(folder / "prediction.png", dpi=120)
-        draw_curves(trainer.run).savefig(folder / "curves.png", dpi=120)
-    table.to_csv(folder / "table.csv")
-    mean = table.metrics
-    best = max(mean["psnr_copy"], mean["psnr_linear"])
-    print(f"{table}\n{mean['psnr']:.1f} dB against {best:.1f} dB of the best baseline ({mean['psnr'] - best:+.1f} dB), after {time.perf_counter() - start:.0f} s")
-    print("left behind: " + ", ".join(sorted(p.name for p in folder.iterdir())))
+        if trainer.number < steps:
+            print(f"stopped at step {trainer.number} of {steps}; nothing was measured. "
+                f"medlab train --resume {run} goes on")
+            return 130
+        print(f"measuring on phantoms that were not trained on ({passed():.0f} s so far)")
+        table = _leave_results(trainer, folder)
+    _print_results(table, folder, passed())
     return 0

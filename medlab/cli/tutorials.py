@@ -21,7 +21,8 @@ def tutorials_folder(
     places = [package / "_tutorials", package.parent / "nbs" / "tutorials"]
     for place in places:
         if any(place.glob("*.ipynb")): return place
-    raise UserError(f"no notebooks in {' or '.join(map(str, places))}: this installation lacks the tutorials; install medlab again")
+    raise UserError(f"no notebooks in {' or '.join(map(str, places))}: this installation lacks the tutorials; "
+        "install medlab again")
 
 # %% ../../nbs/cli/01_tutorials.ipynb #dc08dc5b
 def copy_tutorials(
