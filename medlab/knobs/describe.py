@@ -49,7 +49,7 @@ def describe_fix(
     concern = knobs[next(iter(fix.on))]["concern"]
     return dict(name=fix.name, on=fix.on, off=fix.off, claim=fix.claim, measured=fix.measured, concern=concern)
 
-
+# %% ../../nbs/knobs/02_describe.ipynb #a14181fb
 def describe(
     knobs:type,  # a Knobs class
     fixes,  # of `Fix`

@@ -68,7 +68,8 @@ class LeakWatch:
         samples:int=64,  # in a window, ≥ 4
         look=census,  # function that returns what is alive
     ):
-        self.report, self.name, self.samples, self.look = report, name, samples, look
+        self.report, self.name = report, name
+        self.samples, self.look = samples, look
         self.window, self.before = [], None  # (step, GB) of each sample; census at the last suspicion
         self.reported = 0.0  # GB at the last alarm
 

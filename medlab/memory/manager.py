@@ -27,7 +27,7 @@ def _check_levels(normal, step, target):
     raise UserError(f"target={target}, normal={normal}, step={step} must be > 0 and ascending, "
                     "such as 6, 8 and 12 (GB) or 0.375, 0.5 and 0.75 (of the device)")
 
-
+# %% ../../nbs/memory/03_manager.ipynb #472160ef
 def levels_in_gb(
     total:float,  # memory of the device, GB
     normal:float,  # up to 1 a fraction of `total`, above 1 GB
@@ -84,7 +84,7 @@ def tune(self:MemoryManager,
     "Set the three levels anew, in the units of the constructor; they are not checked here, as a trainer's knobs are."
     self.levels = levels_in_gb(self.total, normal, step, target)
 
-
+# %% ../../nbs/memory/03_manager.ipynb #6c4b0161
 @patch
 def check_memory_threshold(self:MemoryManager,
     level:str="normal",  # "normal", "step" or "target"
@@ -93,7 +93,7 @@ def check_memory_threshold(self:MemoryManager,
     if level not in self.levels: raise UserError(f"level={level!r} must be one of {', '.join(self.levels)}")
     return used(self.memory) > self.levels[level]
 
-
+# %% ../../nbs/memory/03_manager.ipynb #9b483f51
 @patch
 def above_target(self:MemoryManager) -> str:
     "A half-sentence where more is held than is aimed at after memory ran out; else nothing."
@@ -113,7 +113,7 @@ def adaptive_cleanup(self:MemoryManager,
     if not force and (early or not self.check_memory_threshold(level)): return 0.0
     return self._cleanup(force)
 
-
+# %% ../../nbs/memory/03_manager.ipynb #04086915
 @patch
 def _cleanup(self:MemoryManager, force):
     "Clean up, and log what came back."
@@ -138,7 +138,7 @@ def get_memory_stats(self:MemoryManager) -> dict:  # GB and counts
     there = dict(host_all=sum(processes.values()), processes=processes, cgroup_limit=cgroup_limit())
     return dict(**held, **there, levels=dict(self.levels), cleanups=self.cleanups, freed=self.freed)
 
-
+# %% ../../nbs/memory/03_manager.ipynb #5fc04545
 @patch
 def _on_device(self:MemoryManager):
     "What only a GPU has."
@@ -202,7 +202,7 @@ def _parts(batch, total, size):
     "Yield parts of at most `size` samples, and how many each holds; one is cut when the one before is done with."
     for j in range(0, total, size): yield cut(batch, j, j + size), min(size, total - j)
 
-
+# %% ../../nbs/memory/03_manager.ipynb #4fd25916
 def _halving(run, total, manager, max_retries):
     "What `run(size)` returns, tried with all samples at once, then with half of them and so on."
     size = total

@@ -76,7 +76,7 @@ class Shortage:
         back = f"{self.freed:.3f} of {self.held:.3f} GB came back"
         return f"memory ran out in {where} ({self.kind}: {self.text}); {back}"
 
-
+# %% ../../nbs/memory/01_oom.ipynb #c763c891
 @patch
 def release(self:Shortage,
     memory:Memory,
@@ -110,13 +110,13 @@ def split(
     if size is None: return micros
     return [part for m in micros for part in ([m] if length(m) <= size else _even(m, -(-length(m) // size)))]
 
-
+# %% ../../nbs/memory/01_oom.ipynb #5eb3ee10
 def _even(batch, parts):
     "Cut a micro-batch into so many parts."
     edges = [-(-length(batch) * i // parts) for i in range(parts + 1)]
     return [cut(batch, a, b) for a, b in zip(edges, edges[1:])]
 
-
+# %% ../../nbs/memory/01_oom.ipynb #d640eeb5
 def cut(
     batch:dict,  # a prepared micro-batch
     start:int,  # first sample, inclusive
@@ -125,7 +125,7 @@ def cut(
     "Some samples of a micro-batch."
     return {k: v[start:stop] for k, v in batch.items()}
 
-
+# %% ../../nbs/memory/01_oom.ipynb #2dbc0c63
 def length(
     batch:dict,  # a prepared micro-batch
 ) -> int:

@@ -113,7 +113,7 @@ def _find(module, named, by_name=True):
     if known or (by_name and UNITS.search(type(module).__name__)): return [module]
     return [u for child in module.children() for u in _find(child, named, by_name)]
 
-
+# %% ../../nbs/memory/04_savings.ipynb #87bb1246
 def units(
     model:nn.Module,
     blocks=None,  # further ones: classes of modules, or modules of the network; None: none
@@ -155,7 +155,7 @@ def _needs_matrix(block):
     positions = getattr(block, "rel_positional_embedding", None)
     return getattr(block, "save_attn", False) or positions is not None or getattr(block, "dropout_rate", 0.0)
 
-
+# %% ../../nbs/memory/04_savings.ipynb #aa60a022
 def set_sdpa(
     model:nn.Module,
     on:bool=True,  # False: the matrix is made again
@@ -206,7 +206,7 @@ def _restore_strides(strides):
         if p.stride() == stride: continue
         p.data = torch.empty_strided(p.shape, stride, dtype=p.dtype, device=p.device).copy_(p.data)
 
-
+# %% ../../nbs/memory/04_savings.ipynb #836586a5
 def _channels_last(model, sample):
     "(whether the layout was changed, why or why not)"
     convolutions = (nn.Conv3d, nn.ConvTranspose3d)
@@ -230,7 +230,7 @@ def _recompute(model, wanted, blocks):
     n = set_checkpointing(model, True, blocks)
     return n > 0, f"{n} blocks or switches: recomputed in the backward pass" if n else NOT_FOUND
 
-
+# %% ../../nbs/memory/04_savings.ipynb #d61414f2
 def _fuse(model):
     "(whether any block was switched to fused attention, in words)"
     fit, unfit = set_sdpa(model)
@@ -238,7 +238,7 @@ def _fuse(model):
     if unfit: return False, f"{unfit} blocks keep their matrix, or have relative positions or dropout"
     return False, "the network has no switch for it"
 
-
+# %% ../../nbs/memory/04_savings.ipynb #751e86f8
 def _expand(model):
     "(whether CUDA's allocator was told so, in words)"
     if not any(p.is_cuda for p in model.parameters()): return False, "the network is not on a GPU"

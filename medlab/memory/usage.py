@@ -68,7 +68,7 @@ def gpu_peak(self:Memory):  # GB since the start or the last reset, or None
     "Highest memory that torch has allocated on the device."
     return torch.cuda.max_memory_allocated(self.device) / 1e9 if self.device.type == "cuda" else None
 
-
+# %% ../../nbs/memory/00_usage.ipynb #5b288e8b
 @patch
 def total(self:Memory) -> float:  # GB
     "Memory of the device; of the machine where the device is the CPU."
@@ -84,7 +84,7 @@ def _limit_files(line, root):
     parts = Path(path).parts
     return [base.joinpath(*parts[1:i], name) for i in range(1, len(parts) + 1)]
 
-
+# %% ../../nbs/memory/00_usage.ipynb #f49f5e2c
 def cgroup_limit(
     root="/sys/fs/cgroup",  # where control groups are mounted
     own="/proc/self/cgroup",  # file that names the groups of this process

@@ -37,14 +37,14 @@ def save(self:Buffers):
     for i in moved: self._see(i)
     if moved: torch._foreach_copy_([self.kept[i] for i in moved], [self.seen[i] for i in moved])
 
-
+# %% ../../nbs/numerics/02_buffers.ipynb #c9d0d862
 @patch
 def _first(self:Buffers):
     "Copy everything."
     self.seen = [held[k] for held, k, _ in self.slots]
     self.kept, self.versions = [b.detach().clone() for b in self.seen], [b._version for b in self.seen]
 
-
+# %% ../../nbs/numerics/02_buffers.ipynb #55103b91
 @patch
 def _see(self:Buffers, i):
     "Take in which tensor a slot holds now, and its count."

@@ -67,7 +67,7 @@ def _look(name, module, t, sound):
     r = tensor_report(name, t)
     return Look(name, type(module).__name__, r.dtype, r.absmax, r.nan + r.posinf + r.neginf, t.numel(), sound)
 
-
+# %% ../../nbs/numerics/03_probe.ipynb #f393f14d
 @patch
 def _hook(self:Probe, name):
     "A forward hook for the module of that name."
@@ -91,7 +91,7 @@ def backward_culprit(self:Probe):  # `Look`, or None where there is none
     "The first non-finite gradient of a module's output, in the order of the backward pass."
     return next((l for l in self.backward if l.bad), None)
 
-
+# %% ../../nbs/numerics/03_probe.ipynb #3cb53bda
 @patch(as_prop=True)
 def largest(self:Probe):  # `Look`, or None where nothing was seen
     "The largest magnitude of the forward pass."

@@ -184,7 +184,7 @@ def _put(self:SafeLogger, *call):
     if self.enabled and not self.lane.put(*call) and self.lane.dropped == 1:
         self.on_fault(self.name, f"is {self.lane.backlog} batches behind; batches are dropped")
 
-
+# %% ../../nbs/run/07_loggers.ipynb #7e696928
 @patch
 def _try(self:SafeLogger, method, *args):
     "Call a method of the logger, on the lane."
@@ -193,7 +193,7 @@ def _try(self:SafeLogger, method, *args):
     except Exception as e: self._fault(method, e)
     else: self._in_a_row[method] = 0
 
-
+# %% ../../nbs/run/07_loggers.ipynb #31dd76dc
 @patch
 def _fault(self:SafeLogger, method, error):
     "Count and report a fault; switch the logger off where it is one too many."

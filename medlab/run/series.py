@@ -98,7 +98,7 @@ def _steps(db, chunk):
     blob, = db.execute("SELECT step FROM chunks WHERE id=?", (chunk.id,)).fetchone()
     return np.arange(chunk.first, chunk.last + 1) if blob is None else np.frombuffer(blob, np.int64)
 
-
+# %% ../../nbs/run/02_series.ipynb #adb126dd
 def _values(db, name, chunk):
     "The values that are asked for, as a raw series."
     sql = "SELECT value, status FROM columns WHERE name=? AND chunk=?"

@@ -48,7 +48,7 @@ def _put(model, values):
     for n, p in model.named_parameters():
         if n in values: p.copy_(values[n])
 
-
+# %% ../../nbs/step/01_ema.ipynb #5d8b5721
 @patch
 @contextlib.contextmanager
 def applied(self:EMA,
@@ -66,7 +66,7 @@ def state_dict(self:EMA) -> dict:  # name of a parameter → its average, not co
     "What a checkpoint holds of it."
     return dict(self.shadow)
 
-
+# %% ../../nbs/step/01_ema.ipynb #476ca8d6
 @patch
 @torch.no_grad()
 def load_state_dict(self:EMA,

@@ -70,7 +70,7 @@ def state_dict(self:LRSchedule) -> dict:  # {"anchor": the multiplier at the las
     "What a checkpoint holds of it; the rate itself is a knob."
     return {"anchor": self.anchor}
 
-
+# %% ../../nbs/step/00_schedule.ipynb #0a7affb2
 @patch
 def load_state_dict(self:LRSchedule,
     state:dict,  # of `state_dict`
