@@ -65,7 +65,7 @@ def draw_prediction(
     images = {m: full.image[i].numpy() for i, m in enumerate(recipe.modalities)}
     truth, brain = images.pop(modality), full.brain[0].numpy()
     inputs = {m: x for m, x in images.items() if full.available[recipe.modalities.index(m)]}
-    title = f"{name}: {modality}, step {trainer.number}"
+    title = f"{name}: {modality}, step {trainer.iteration}"
     at = at or bright_planes(truth, brain)
     return show_prediction(inputs, made, truth, brain, volume.spacing, at, title, planes, size)
 
@@ -120,8 +120,8 @@ def run_demo(
     print(f"training Fast-DDPM on phantoms for {steps} steps, in {run}{note}", flush=True)
     with Trainer(recipe or demo_recipe(), run, threads=threads, **demo_knobs(steps)) as trainer:
         trainer.fit(until=steps, progress="lines")
-        if trainer.number < steps:
-            print(f"stopped at step {trainer.number} of {steps}; nothing was measured. "
+        if trainer.iteration < steps:
+            print(f"stopped at step {trainer.iteration} of {steps}; nothing was measured. "
                 f"medlab train --resume {run} goes on")
             return 130
         print(f"measuring on phantoms that were not trained on ({passed():.0f} s so far)")

@@ -106,7 +106,7 @@ def _describe(trainer, target):
     "Print what is about to be trained, and on what."
     info, size = trainer.info, sum(p.numel() for p in trainer.model.parameters()) / 1e6
     print(f"{trainer.recipe.name} in {trainer.path}: {size:.2f}M parameters, {trainer.knobs.precision} "
-        f"on {trainer.device}, step {trainer.number} → {target}")
+        f"on {trainer.device}, step {trainer.iteration} → {target}")
     if split := info.get("split"):
         note = f" ({split['note']})" if split.get("note") else ""
         print("cases: " + ", ".join(f"{k} {len(split[k])}" for k in ("train", "val", "test")) + note)
@@ -117,16 +117,16 @@ def _describe(trainer, target):
 def _fit(trainer, target):
     "Train to the target; exit status."
     _describe(trainer, target)
-    if target <= trainer.number:
-        print(f"nothing to do: the run is at step {trainer.number}; --steps {trainer.number + 1000} goes on")
+    if target <= trainer.iteration:
+        print(f"nothing to do: the run is at step {trainer.iteration}; --steps {trainer.iteration + 1000} goes on")
         return 0
-    taken = trainer.step.taken
+    taken = trainer.step.optimizer_step
     trainer.fit(until=target, progress=True if sys.stderr.isatty() else "lines")
     counts = {k: len(trainer.run.events(k)) for k in ("skip", "drop", "bad_sample", "revert")}
     happened = ", ".join(f"{n} {k}" for k, n in counts.items() if n) or "no sample dropped, no step skipped"
-    print(f"{trainer.run.state} at step {trainer.number}; {happened}")
+    print(f"{trainer.run.state} at step {trainer.iteration}; {happened}")
     if trainer.run.state != "done": return 130
-    if trainer.step.taken > taken: return 0
+    if trainer.step.optimizer_step > taken: return 0
     print("medlab: not one step was taken, so nothing was learned; "
         f"Run({str(trainer.path)!r}).events() says why", file=sys.stderr)
     return 1
@@ -332,7 +332,7 @@ def _status_of(error):
         mistake = isinstance(error, UserError)
         print(f"medlab: {error if mistake else 'interrupted'}", file=sys.stderr)
         return 2 if mistake else 130
-    from medlab.train.loop import RunFailed
+    from medlab.core import RunFailed
     if isinstance(error, RunFailed): print(f"medlab: the run failed: {error}", file=sys.stderr)
     else: traceback.print_exception(error)
     return 1

@@ -19,7 +19,8 @@ import jsonargparse
 import yaml
 
 from ..core import UnknownName, UserError
-from ..knobs.knobs import RENAMED, rule
+from ..knobs.knobs import RENAMED
+from ..knobs.traits import rule
 
 # %% ../../nbs/cli/00_options.ipynb #62b328c7
 RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"),

@@ -103,7 +103,7 @@ def learning_rate(
             else: g["lr"] = value
         return call(*args, **kw)
 
-    arm = lambda t, due: replaced(t.feed, "take", lambda f: functools.partial(_take, t, f, due))
+    arm = lambda t, due: replaced(t.batches, "next", lambda f: functools.partial(_take, t, f, due))
     return Plan(f"learning rate set to {value:g} by something else", arm, at, times)
 
 # %% ../../nbs/faults/02_package.ipynb #1e153ff5
@@ -137,7 +137,7 @@ def out_of_memory(
         return out
 
     def _validate(trainer, call, due, *args, **kw):
-        _fail(due, number=lambda: trainer.number)
+        _fail(due, number=lambda: trainer.iteration)
         return call(*args, **kw)
 
     arms = dict(forward=lambda t, due: replaced(t.step, "losses", lambda f: functools.partial(_then_fail, f, due)),

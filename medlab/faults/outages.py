@@ -52,12 +52,12 @@ class Spoiled:
 def _reader(name, index, times, act):
     "A plan that acts where one sample is read; `UserError` for an index that is none."
     def _arm(trainer, due):
-        feed, idle = trainer.feed, lambda: not trainer.busy.locked() and not trainer.store.closed
-        before = feed.dataset.dataset, feed.dataset.plain
+        batches, idle = trainer.batches, lambda: not trainer.worker.busy.locked() and not trainer.writer.store.closed
+        before = batches.dataset.dataset, batches.dataset.plain
 
         def _put(dataset, plain):
-            feed.dataset.dataset, feed.dataset.plain = dataset, plain
-            if idle(): feed.seek(feed.cursor)  # workers have a copy
+            batches.dataset.dataset, batches.dataset.plain = dataset, plain
+            if idle(): batches.seek(batches.samples_seen)  # workers have a copy
 
         if not 0 <= index < len(before[0]):
             raise UserError(f"index={index} must be that of a sample, 0 to {len(before[0]) - 1}")
@@ -158,19 +158,19 @@ def _kill(): os.kill(os.getpid(), signal.SIGKILL)
 def _writes(where, act, name, at, times, room=1000):
     "A plan that acts at one of the places where a run is written."
     def _unless(trainer, due, call, *args, **kw):
-        if Path(args[0]).is_relative_to(trainer.path) and due(trainer.number): act()
+        if Path(args[0]).is_relative_to(trainer.path) and due(trainer.iteration): act()
         return call(*args, **kw)
 
     def _cut(trainer, due, call, file, mode="r", *args, **kw):
         opened = call(file, mode, *args, **kw)
-        hit = mode == "wb" and Path(file).is_relative_to(trainer.path) and due(trainer.number)
+        hit = mode == "wb" and Path(file).is_relative_to(trainer.path) and due(trainer.iteration)
         return Cut(opened, act, room) if hit else opened
 
     arms = dict(checkpoint=lambda t, due: replaced(checkpoint, "open", lambda f: functools.partial(_cut, t, due, f)),
         rename=lambda t, due: replaced(os, "replace", lambda f: functools.partial(_unless, t, due, f)),
         listing=lambda t, due: replaced(checkpoint, "sha256", lambda f: functools.partial(_unless, t, due, f)),
-        telemetry=lambda t, due: replaced(t.store, "db",
-            lambda db: Cut(db, lambda: act() if due(t.number) else None, 0)))
+        telemetry=lambda t, due: replaced(t.writer.store, "db",
+            lambda db: Cut(db, lambda: act() if due(t.iteration) else None, 0)))
     return Plan(f"{name} in {where}", named("place", arms, where), at, times)
 
 # %% ../../nbs/faults/01_outages.ipynb #fdbf8a65
@@ -203,7 +203,7 @@ def clock(
     def _arm(trainer, due):
         back = replaced(time, "time", lambda now: lambda: now() + sum(offset))
         jump = lambda f: lambda *args, **kw: (due() and offset.append(seconds), f(*args, **kw))[1]
-        undo = replaced(trainer.feed, "take", jump)
+        undo = replaced(trainer.batches, "next", jump)
         return lambda: (undo(), back())
 
     return Plan(f"clock set {seconds:+g} s", _arm, at, 1)

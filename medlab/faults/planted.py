@@ -42,7 +42,7 @@ class Due:
     def __call__(self,
         number:int=None,  # of the step; None: the one being made
     ) -> bool:
-        number = self.trainer.number + 1 if number is None else number
+        number = self.trainer.iteration + 1 if number is None else number
         spent = self.plan.times is not None and len(self.steps) >= self.plan.times
         if number < self.plan.at or spent: return False
         self.steps.append(number)

@@ -20,7 +20,8 @@ from ..data.cases import BRATS, find_cases, inspect_cases, preflight
 from ..data.modalities import ModalityDataset, Range, resize, to_volume, typical
 from ..data.phantom_cases import PhantomCase
 from ..data.split import Split, split_cases
-from ..knobs.knobs import Knobs, Real
+from ..knobs.knobs import Knobs
+from ..knobs.traits import Real
 from .base import Recipe, Table
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #e437d9f0

@@ -24,7 +24,9 @@ from ..data.images import Image, write_any
 from ..data.pair_files import PhantomPair, find_pairs
 from ..data.pairs import PairDataset, inspect_pairs, split_pairs
 from ..data.split import Split
-from ..knobs.knobs import FIXES, Fix, Knobs, Real
+from ..knobs.fixes import Fix, FIXES
+from ..knobs.knobs import Knobs
+from ..knobs.traits import Real
 from .base import Recipe, output_file
 
 # %% ../../nbs/recipes/02_restoration.ipynb #c77e4afd

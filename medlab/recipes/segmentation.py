@@ -26,7 +26,9 @@ from ..data.labels import IGNORE, LabelTable, Overlaid
 from ..data.patches import Augment, PatchDataset
 from ..data.split import Split, split_cases
 from ..data.volume import Volume, write_volume
-from ..knobs.knobs import FIXES, Fix, Knobs, Real
+from ..knobs.fixes import Fix, FIXES
+from ..knobs.knobs import Knobs
+from ..knobs.traits import Real
 from .base import Recipe, output_file
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #28be5341
