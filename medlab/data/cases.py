@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BRATS', 'Case', 'find_cases', 'Finding', 'Check', 'inspect_case', 'check_case', 'inspect_cases', 'sort_cases',
-           'Report', 'preflight']
+           'Report', 'preflight', 'PhantomCase']
 
 # %% ../../nbs/data/04_cases.ipynb #16ef7d48
 import html
@@ -13,12 +13,14 @@ import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from tqdm.auto import tqdm
 
 from ..core import UnknownName, UserError
 from .volume import Volume, brain_range, read_volume, same_grid
+from ..phantoms import MODALITIES, brain
 
 # %% ../../nbs/data/04_cases.ipynb #44b39a0a
 BRATS = ("t1n", "t1c", "t2w", "t2f")
@@ -256,3 +258,27 @@ def preflight(
 ) -> Report:
     "Find and check every case below a folder; raises `UserError` only where there is none."
     return Report(inspect_cases(find_cases(root, names), resample, progress=progress, **kw))
+
+# %% ../../nbs/data/04_cases.ipynb #04b96d75
+class PhantomCase:
+    "A synthetic brain as a case."
+
+    def __init__(self,
+        seed:int,  # of the brain
+        modalities=MODALITIES,  # those it is to have
+        **kw,  # of `medlab.phantoms.brain`
+    ):
+        self.seed, self.modalities, self.kw = seed, tuple(modalities), kw
+        self.name = f"phantom-{seed:04}" if seed < 10_000 else f"phantom-{seed % 16**8:08x}"
+
+    @cached_property
+    def brain(self): "The brain, made at the first use."; return brain(self.seed, **self.kw)
+
+    def read(self,
+        modality:str,  # one of `modalities`
+    ) -> Volume:
+        "One modality; raises `UnknownName` for one that the case does not have."
+        if modality not in self.modalities: raise UnknownName(f"modality of {self.name}", modality, self.modalities)
+        return Volume(self.brain.images[modality], self.brain.affine, modality)
+
+    def __getstate__(self): return {k: v for k, v in self.__dict__.items() if k != "brain"}

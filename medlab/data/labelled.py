@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from monai.transforms import map_classes_to_indices
 
-from ..core import UnknownName, UserError
+from ..core import CaseFault, UnknownName, UserError
 from .cases import Check
 from .labels import IGNORE, LabelTable, label_ids
-from .modalities import CaseFault
 from .volume import Volume, resample_to, same_grid
 
 # %% ../../nbs/data/12_labelled.ipynb #7b871f4c

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core import UnknownName, UserError, derive_seed
+from ..core import CaseFault, UnknownName, UserError, derive_seed
 from .blur import known_depth
 from .cases import _folders
 from .images import NIFTI, RASTER, TIFF, Image, is_volume, read_any
-from .modalities import CaseFault
 from .volume import Volume, same_grid
 from ..phantoms import MODALITIES, _positions, brain, smooth_field
 

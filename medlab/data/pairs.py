@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..core import UserError, derive_seed
+from ..core import CaseFault, UserError, derive_seed
 from .blur import Degradation, known_depth, take
 from .cases import Check
-from .modalities import ByteCache, CaseFault
+from .cache import ByteCache
 from .pair_files import SPLITS, FilePair, PhantomPair, find_pairs, load_pair
 from .split import Split, split_cases
 

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from ..core import UnknownName, UserError, derive_seed, generator, strict
-from ..data.cases import BRATS, find_cases, inspect_cases, preflight
+from ..data.cases import BRATS, PhantomCase, find_cases, inspect_cases, preflight
 from ..data.modalities import ModalityDataset, Range, resize, to_volume, typical
-from ..data.phantom_cases import PhantomCase
 from ..data.split import Split, split_cases
 from ..losses.diffusion import PREDICTIONS, Schedule, add_noise, antithetic, ddim_sample, diffusion_losses, target, time_points
 from ..metrics import apply_linear, fit_linear, psnr, ssim
