@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BRATS', 'Case', 'find_cases', 'Finding', 'Check', 'inspect_case', 'check_case', 'inspect_cases', 'sort_cases',
-           'Report', 'preflight', 'PhantomCase']
+           'Report', 'preflight', 'phantom_name', 'PhantomCase']
 
 # %% ../../nbs/data/04_cases.ipynb #16ef7d48
 import html
@@ -260,6 +260,13 @@ def preflight(
     return Report(inspect_cases(find_cases(root, names), resample, progress=progress, **kw))
 
 # %% ../../nbs/data/04_cases.ipynb #04b96d75
+def phantom_name(
+    seed:int,  # of the phantom
+) -> str:  # the same for the same seed; seeds of 10,000 and more by their last 32 bits
+    "The name of a synthetic case."
+    return f"phantom-{seed:04}" if seed < 10_000 else f"phantom-{seed % 16**8:08x}"
+
+
 class PhantomCase:
     "A synthetic brain as a case."
 
@@ -269,7 +276,7 @@ class PhantomCase:
         **kw,  # of `medlab.phantoms.brain`
     ):
         self.seed, self.modalities, self.kw = seed, tuple(modalities), kw
-        self.name = f"phantom-{seed:04}" if seed < 10_000 else f"phantom-{seed % 16**8:08x}"
+        self.name = phantom_name(seed)
 
     @cached_property
     def brain(self): "The brain, made at the first use."; return brain(self.seed, **self.kw)
