@@ -8,6 +8,7 @@ __all__ = ['patient_of', 'Split', 'split_cases']
 # %% ../../nbs/data/03_split.ipynb #8563b942
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import torch
@@ -34,7 +35,7 @@ class Split:
     note:str = ""  # what a small data set made impossible; "": nothing
 
     def __post_init__(self):
-        twice = sorted({n for n in self.names if self.names.count(n) > 1})
+        twice = sorted(n for n, k in Counter(self.names).items() if k > 1)
         if twice: raise UserError(f"a case is in the split twice: {twice}; each belongs to one part")
 
     @property
