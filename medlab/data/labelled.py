@@ -129,16 +129,16 @@ def inspect_labelled(
         first = parts["images"][0]
         check.shape, check.spacing = first.shape, first.spacing
         for v in parts["images"]: intensity.apply(v.data); check.ranges[v.name or "image"] = tuple(float(q) for q in np.percentile(v.data, (1, 99)))
-        for note in first.notes: check.say("", note, fatal=False)
+        for note in first.notes: check.add("", note, fatal=False)
         if parts["label"] is None: raise UserError("has no label, so it can be predicted but not be learned from")
         data = parts["label"].data
         ids = label_ids(np.maximum(data, 0))  # −1 is what a moved mask did not reach
         if table is not None: table.encode(np.maximum(data, 0))
-        if resample and (n := int((data < 0).sum())): check.say("label", f"{n:,} of {data.size:,} voxels lie outside of the mask's own grid and are unknown", fatal=False)
+        if resample and (n := int((data < 0).sum())): check.add("label", f"{n:,} of {data.size:,} voxels lie outside of the mask's own grid and are unknown", fatal=False)
     except UserError as e:
         text = getattr(e, "reason", str(e))
         for file in getattr(case, "files", {}).values(): text = text.replace(f"{file.parent}{os.sep}", "")
-        check.say("", text)
+        check.add("", text)
     return check, ids
 
 

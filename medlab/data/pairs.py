@@ -56,12 +56,12 @@ def inspect_pair(
             if (x := getattr(loaded, part)) is not None: check.ranges[part] = (s := Scale.of(x)).lo, s.hi
         if loaded.blur is None: degradation.brightness(loaded.sharp)
         check.shape, check.spacing = loaded.like.shape, loaded.like.spacing
-        for note in getattr(loaded.like, "notes", ()): check.say("", note, fatal=False)
-        if depth and (unknown := int((~known_depth(loaded.depth)).sum())): check.say("depth", f"{unknown:,} of {loaded.depth.size:,} values are unknown (0, negative or NaN)", fatal=False)
+        for note in getattr(loaded.like, "notes", ()): check.add("", note, fatal=False)
+        if depth and (unknown := int((~known_depth(loaded.depth)).sum())): check.add("depth", f"{unknown:,} of {loaded.depth.size:,} values are unknown (0, negative or NaN)", fatal=False)
     except UserError as e:
         text = getattr(e, "reason", str(e))
         for file in getattr(pair, "files", {}).values(): text = text.replace(f"{file.parent}{os.sep}", "")
-        check.say("", text)
+        check.add("", text)
     return check
 
 # %% ../../nbs/data/09_pairs.ipynb #89c2e2a7
