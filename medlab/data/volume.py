@@ -14,7 +14,7 @@ import os
 import threading
 import uuid
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import nibabel as nib
@@ -138,7 +138,7 @@ def _parsed(path, raw, cls):
         raise UserError(f"{path}: has a damaged NIfTI header ({e}); copy it again from its source") from e
     finally: _quiet.on = False
 
-
+# %% ../../nbs/data/00_volume.ipynb #1e592154
 def _open(path):
     "(nibabel's image, voxel sizes as the header has them, before any correction)"
     raw = _read_bytes(path)
