@@ -22,15 +22,18 @@ from .volume import Grid, Volume, _refuse_nonfinite
 def is_dicom(
     path,  # a file
 ) -> bool:
-    "Whether a file is DICOM, by the letters DICM behind its first 128 bytes; raises `UserError` where it cannot be read."
+    "Whether the letters DICM follow a file's first 128 bytes; raises `UserError` where it cannot be read."
     try:
         with open(path, "rb") as f: return f.read(132)[128:] == b"DICM"
     except OSError as e: raise UserError(f"{path}: cannot be read: {(e.strerror or str(e)).lower()}") from e
 
-
-_TAGS = ["SOPClassUID", "SOPInstanceUID", "Modality", "SeriesDescription", "SeriesInstanceUID", "SeriesNumber", "InstanceNumber", "Rows", "Columns", "NumberOfFrames", "SamplesPerPixel", "PhotometricInterpretation",
-         "PixelRepresentation", "BitsAllocated", "PixelPaddingValue", "PixelPaddingRangeLimit", "ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing", "SliceThickness", "SpacingBetweenSlices", "RescaleSlope",
-         "RescaleIntercept", "ModalityLUTSequence", "LossyImageCompression", "EchoTime", "DiffusionBValue", "TemporalPositionIdentifier", "PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence"]
+# %% ../../nbs/data/01_dicom.ipynb #a1d8ff8e
+_TAGS = """SOPClassUID SOPInstanceUID Modality SeriesDescription SeriesInstanceUID SeriesNumber InstanceNumber
+    Rows Columns NumberOfFrames SamplesPerPixel PhotometricInterpretation PixelRepresentation BitsAllocated
+    PixelPaddingValue PixelPaddingRangeLimit ImagePositionPatient ImageOrientationPatient PixelSpacing
+    SliceThickness SpacingBetweenSlices RescaleSlope RescaleIntercept ModalityLUTSequence LossyImageCompression
+    EchoTime DiffusionBValue TemporalPositionIdentifier
+    PerFrameFunctionalGroupsSequence SharedFunctionalGroupsSequence""".split()
 
 
 def _header(path):
@@ -38,38 +41,73 @@ def _header(path):
     try: h = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=_TAGS)
     except Exception as e:  # pydicom raises whatever a damaged file leads it to
         raise UserError(f"{path}: has a damaged DICOM header ({e}); copy it again from its source") from e
-    if not h.get("Rows") and "Image Storage" in (kind := UID(h.get("SOPClassUID") or "").name): raise UserError(f"{path}: is truncated: it should be a {kind} and has no Rows; copy it again from its source")
+    kind = UID(h.get("SOPClassUID") or "").name
+    if not h.get("Rows") and "Image Storage" in kind:
+        raise UserError(f"{path}: is truncated: it should be a {kind} and has no Rows; copy it again from its source")
     return h
+
+# %% ../../nbs/data/01_dicom.ipynb #90730d80
+def _files(path):
+    "(DICOM files at a path, number of all files there); hidden ones do not count."
+    if path.is_dir():
+        every = [p for p in sorted(path.iterdir()) if p.is_file() and not p.name.startswith(".")]
+        return [p for p in every if is_dicom(p)], len(every)
+    if is_dicom(path): return [path], 1
+    raise UserError(f"{path}: is no DICOM file: the letters DICM are missing behind its first 128 bytes; "
+                    "give a DICOM file, or the folder of a series")
+
+
+def _no_image(path, files):
+    "The error for a path without an image."
+    if files:
+        return UserError(f"{path}: holds DICOM without an image (such as an index, a report or a plan); "
+                         "give the folder of one series of images")
+    below = sum(p.is_dir() for p in path.iterdir())
+    remedy = f"look into the {below} folders below it: give one that holds a series" if below else \
+             "give the folder of one series, or a file"
+    return UserError(f"{path}: is a folder without DICOM files; {remedy}")
 
 
 def _headers(path):
     "(headers of the images at a path, number of other files)"
-    if not path.is_dir():
-        if not is_dicom(path): raise UserError(f"{path}: is no DICOM file: the letters DICM are missing behind its first 128 bytes; give a DICOM file, or the folder of a series")
-        files = others = [path]
-    else:
-        others = [p for p in sorted(path.iterdir()) if p.is_file() and not p.name.startswith(".")]
-        files = [p for p in others if is_dicom(p)]
+    files, count = _files(path)
     images = [h for h in map(_header, files) if h.get("Rows")]
-    if images: return images, len(others) - len(images)
-    if files: raise UserError(f"{path}: holds DICOM without an image (such as an index, a report or a plan); give the folder of one series of images")
-    below = sum(p.is_dir() for p in path.iterdir())
-    raise UserError(f"{path}: is a folder without DICOM files" + (f"; look into the {below} folders below it: give one that holds a series" if below else "; give the folder of one series, or a file"))
+    if not images: raise _no_image(path, files)
+    return images, count - len(images)
 
 # %% ../../nbs/data/01_dicom.ipynb #6369d68c
+def _series_line(uid, group):
+    "A series as a line of the list."
+    h, n = group[0], len(group)
+    name = h.get("SeriesDescription") or "no description"
+    return f"  {h.get('SeriesNumber')}: {name}, {h.get('Modality')}, {n} file{'s' * (n > 1)}, UID {uid or 'empty'}"
+
+
+def _series_error(path, groups, series, fits):
+    "The error for a folder of which no single series is meant."
+    uid, group = next(iter(groups.items()))
+    such = group[0].get("SeriesNumber") or repr(uid)
+    ask = f"{len(groups)} series; choose one by its number or its UID, such as series={such}"
+    if series is not None:
+        by = "UID" if fits else "number or its UID"
+        ask = f"{fits or 'no'} series {series}; choose one of these by its {by}"
+    lines = [_series_line(u, g) for u, g in groups.items()]
+    more = [f"  and {len(lines) - 20} more"] * (len(lines) > 20)
+    return UserError("\n".join([f"{path}: holds {ask}:", *lines[:20], *more]))
+
+
 def _one_series(path, headers, series):
     "The headers of the one series that is meant."
     groups = {}
     for h in headers: groups.setdefault(str(h.get("SeriesInstanceUID") or ""), []).append(h)
-    fits = [u for u, g in groups.items() if series is None or str(series) in (u, str(g[0].get("SeriesNumber")))]
-    if len(fits) == 1: return groups[fits[0]]
-    lines = [f"  {g[0].get('SeriesNumber')}: {g[0].get('SeriesDescription') or 'no description'}, {g[0].get('Modality')}, {len(g)} file{'s' * (len(g) > 1)}, UID {u or 'empty'}" for u, g in groups.items()]
-    ask = f"{len(groups)} series; choose one by its number or its UID, such as series={headers[0].get('SeriesNumber') or repr(next(iter(groups)))}"
-    if series is not None: ask = f"{len(fits) or 'no'} series {series}; choose one of these by its {'number or its ' * (not fits)}UID"
-    raise UserError("\n".join([f"{path}: holds {ask}:", *lines[:20], *[f"  and {len(lines) - 20} more"] * (len(lines) > 20)]))
+    means = lambda uid, g: series is None or str(series) in (uid, str(g[0].get("SeriesNumber")))
+    fits = [uid for uid, g in groups.items() if means(uid, g)]
+    if len(fits) != 1: raise _series_error(path, groups, series, len(fits))
+    return groups[fits[0]]
 
 # %% ../../nbs/data/01_dicom.ipynb #8109ca65
-_GROUPS = ("PlanePositionSequence", "PlaneOrientationSequence", "PixelMeasuresSequence", "PixelValueTransformationSequence", "FrameContentSequence", "MREchoSequence", "MRDiffusionSequence")
+_GROUPS = ("PlanePositionSequence", "PlaneOrientationSequence", "PixelMeasuresSequence",
+           "PixelValueTransformationSequence", "FrameContentSequence", "MREchoSequence", "MRDiffusionSequence")
 
 
 def _places(header):
@@ -80,7 +118,7 @@ def _places(header):
     common = [*(inside(shared[0]) if shared else []), header]
     return [inside(f) + common for f in frames]
 
-
+# %% ../../nbs/data/01_dicom.ipynb #8f8bbc26
 def _get(places, name, default=None):
     "The first value that is not empty."
     return next((p.get(name) for p in places if p.get(name) not in (None, "")), default)
@@ -91,7 +129,9 @@ def _numbers(where, places, name, count):
     value = _get(places, name)
     numbers = np.array([] if value is None else value, np.float64).reshape(-1)
     if len(numbers) == count and np.isfinite(numbers).all(): return numbers
-    raise UserError(f"{where}: has {'no ' + name if value is None else f'the {name} {value}'}; a volume needs {count} numbers in it: where no slice has its place in the patient, save the images as PNG or TIFF")
+    has = f"no {name}" if value is None else f"the {name} {value}"
+    raise UserError(f"{where}: has {has}; a volume needs {count} numbers in it: where no slice has its place in the "
+                    "patient, save the images as PNG or TIFF")
 
 # %% ../../nbs/data/01_dicom.ipynb #966a2c8d
 @dataclass(frozen=True, eq=False)
@@ -108,76 +148,171 @@ class _Slice:
     @property
     def normal(self): "Unit vector across the slice."; return np.cross(*self.axes)
 
-    def __str__(self): return self.path.name + f" frame {self.index}" * ("PerFrameFunctionalGroupsSequence" in self.header)
+    @property
+    def size(self): "Its rows and columns."; return self.header.Rows, self.header.Columns
+
+    def __str__(self):
+        return self.path.name + f" frame {self.index}" * ("PerFrameFunctionalGroupsSequence" in self.header)
+
+# %% ../../nbs/data/01_dicom.ipynb #ae115f02
+def _slice(header, where, index, places):
+    "One frame, its geometry checked."
+    axes = _numbers(where, places, "ImageOrientationPatient", 6).reshape(2, 3)
+    pixel = _numbers(where, places, "PixelSpacing", 2)[::-1]
+    if not (np.abs(axes @ axes.T - np.eye(2)) < 1e-3).all() or (pixel <= 0).any():
+        raise UserError(f"{where}: has the orientation {axes.tolist()} and PixelSpacing {pixel[::-1].tolist()}; "
+                        "two unit vectors at a right angle and sizes above 0 are needed")
+    position = _numbers(where, places, "ImagePositionPatient", 3)
+    axes = axes / np.linalg.norm(axes, axis=1, keepdims=True)
+    return _Slice(Path(header.filename), index, header, places, position, axes, pixel)
+
+# %% ../../nbs/data/01_dicom.ipynb #5d4662e6
+def _refuse_kind(path, header, positions):
+    "Raise for colours, for tables of values, and for frames without a position each."
+    kind = str(header.get("PhotometricInterpretation", "MONOCHROME2"))
+    if header.get("SamplesPerPixel", 1) > 1 or not kind.startswith("MONOCHROME"):
+        raise UserError(f"{path}: holds colours ({kind}); one real number per voxel is needed: read the series of "
+                        "grey images that the colours were made from")
+    if header.get("ModalityLUTSequence"):
+        raise UserError(f"{path}: maps its pixels to values by a table (Modality LUT); medlab reads RescaleSlope and "
+                        "RescaleIntercept: convert it with dcm2niix")
+    if positions != (n := int(header.get("NumberOfFrames") or 1)):
+        raise UserError(f"{path}: has {n} frames and the position of {positions}; convert it to Enhanced DICOM with "
+                        "functional groups, or to NIfTI")
 
 
 def _slices(header):
     "The slices of one file."
     path, every = Path(header.filename), _places(header)
-    if header.get("SamplesPerPixel", 1) > 1 or not str(header.get("PhotometricInterpretation", "MONOCHROME2")).startswith("MONOCHROME"):
-        raise UserError(f"{path}: holds colours ({header.PhotometricInterpretation}); one real number per voxel is needed: read the series of grey images that the colours were made from")
-    if header.get("ModalityLUTSequence"): raise UserError(f"{path}: maps its pixels to values by a table (Modality LUT); medlab reads RescaleSlope and RescaleIntercept: convert it with dcm2niix")
-    if len(every) != (n := int(header.get("NumberOfFrames") or 1)): raise UserError(f"{path}: has {n} frames and the position of {len(every)}; convert it to Enhanced DICOM with functional groups, or to NIfTI")
-    made = []
-    for i, places in enumerate(every):
-        where = f"{path}" + f", frame {i}" * (n > 1)
-        axes, pixel = _numbers(where, places, "ImageOrientationPatient", 6).reshape(2, 3), _numbers(where, places, "PixelSpacing", 2)[::-1]
-        if not (np.abs(axes @ axes.T - np.eye(2)) < 1e-3).all() or (pixel <= 0).any(): raise UserError(f"{where}: has the orientation {axes.tolist()} and PixelSpacing {pixel[::-1].tolist()}; two unit vectors at a right angle and sizes above 0 are needed")
-        made.append(_Slice(path, i, header, places, _numbers(where, places, "ImagePositionPatient", 3), axes / np.linalg.norm(axes, axis=1, keepdims=True), pixel))
-    return made
+    _refuse_kind(path, header, len(every))
+    name = lambda i: f"{path}" + f", frame {i}" * (len(every) > 1)
+    return [_slice(header, name(i), i, places) for i, places in enumerate(every)]
 
 # %% ../../nbs/data/01_dicom.ipynb #4c3b6d91
+def _difference(s, a):
+    "What of a slice's cut differs from another's: (name, its value, the other's); None: nothing."
+    if np.abs(s.axes - a.axes).max() > 1e-3: return "orientation", s.axes.round(4).tolist(), a.axes.round(4).tolist()
+    if s.size != a.size: return "rows and columns", s.size, a.size
+    if not np.allclose(s.pixel, a.pixel, rtol=1e-3):
+        return "PixelSpacing", s.pixel[::-1].tolist(), a.pixel[::-1].tolist()
+
+
 def _refuse_mixture(path, slices):
-    "All slices cut alike, none stored twice."
+    "Raise where slices are not all cut alike."
     a = slices[0]
-    size = lambda s: (s.header.Rows, s.header.Columns)
     for s in slices[1:]:
-        odd = (("orientation", s.axes.round(4).tolist(), a.axes.round(4).tolist()) if np.abs(s.axes - a.axes).max() > 1e-3 else
-               ("rows and columns", size(s), size(a)) if size(s) != size(a) else
-               ("PixelSpacing", s.pixel[::-1].tolist(), a.pixel[::-1].tolist()) if not np.allclose(s.pixel, a.pixel, rtol=1e-3) else None)
-        if odd: raise UserError(f"{path}: its slices are not cut alike: the {odd[0]} of {s.path.name} is {odd[1]}, of {a.path.name} {odd[2]}; put the images of each kind into a folder of their own")
+        if not (odd := _difference(s, a)): continue
+        raise UserError(f"{path}: its slices are not cut alike: the {odd[0]} of {s.path.name} is {odd[1]}, "
+                        f"of {a.path.name} {odd[2]}; put the images of each kind into a folder of their own")
+
+
+def _refuse_copies(path, slices):
+    "Raise where two files hold the same image."
     seen = {}
     for s in slices:
         uid = str(s.header.get("SOPInstanceUID") or s.path)
-        if seen.setdefault(uid, s.path) != s.path: raise UserError(f"{path}: {seen[uid].name} and {s.path.name} hold the same image (SOP Instance UID {uid}); remove one of them")
+        if seen.setdefault(uid, s.path) == s.path: continue
+        raise UserError(f"{path}: {seen[uid].name} and {s.path.name} hold the same image "
+                        f"(SOP Instance UID {uid}); remove one of them")
+
+# %% ../../nbs/data/01_dicom.ipynb #dc984761
+def _by_position(slices):
+    "(lists of the slices at one position each, sorted along the normal; these positions in mm)"
+    slices = sorted(slices, key=lambda s: (int(s.header.get("InstanceNumber") or 0), s.path, s.index))
+    along = np.array([s.position for s in slices]) @ slices[0].normal
+    order = np.argsort(along, kind="stable")
+    far = np.diff(along[order]) > 0.05 * slices[0].pixel.min()
+    group = np.concatenate([[0], np.cumsum(far)])
+    groups = [[] for _ in range(group[-1] + 1)]
+    for g, i in zip(group, order): groups[g].append(slices[i])
+    return groups, along[order][np.searchsorted(group, np.arange(len(groups)))]
 
 
 def _mm(values, at_most=5):
     "Positions as text."
-    return ", ".join(f"{v:.2f}" for v in values[:at_most]) + f" and {len(values) - at_most} more" * (len(values) > at_most) + " mm"
+    more = f" and {len(values) - at_most} more" * (len(values) > at_most)
+    return ", ".join(f"{v:.2f}" for v in values[:at_most]) + more + " mm"
+
+# %% ../../nbs/data/01_dicom.ipynb #7d85110b
+def _count_volumes(path, groups, at):
+    "How many volumes a series holds; raises `UserError` where positions have different numbers of images."
+    count = [len(g) for g in groups]
+    usual = max({*count}, key=lambda c: (count.count(c), -c))
+    odd = [k for k, c in enumerate(count) if c != usual]
+    if not odd: return usual
+    numbers = " or ".join(map(str, sorted({count[k] for k in odd})))
+    first = ", ".join(map(str, groups[odd[0]][:4]))
+    raise UserError(f"{path}: at {_mm(at[odd])} along the normal lie {numbers} images, at each other position {usual} "
+                    f"(first: {first}); remove what is stored twice, or copy what is missing")
+
+# %% ../../nbs/data/01_dicom.ipynb #56fa9178
+def _refuse_frame(path, frame, volumes, positions):
+    "Raise where no frame is chosen among several, or one that is not there."
+    if frame is None and volumes > 1:
+        raise UserError(f"{path}: holds {volumes} volumes: {volumes} images at each of {positions} "
+                        f"position{'s' * (positions > 1)} (times, echoes or directions); give one, frame=0 to "
+                        f"frame={volumes - 1}")
+    if not 0 <= (frame or 0) < volumes:
+        to = f" to frame={volumes - 1}" * (volumes > 1)
+        raise UserError(f"{path}: has no frame {frame}; it holds {volumes} volume{'s' * (volumes > 1)}: frame=0{to}")
+
+# %% ../../nbs/data/01_dicom.ipynb #075e785e
+_KEYS = ("EchoTime", "EffectiveEchoTime", "DiffusionBValue", "TemporalPositionIdentifier", "TemporalPositionIndex")
+
+
+def _refuse_shuffled(path, chosen, frame):
+    "Raise where the slices of one volume differ in a tag that tells volumes apart."
+    for name in _KEYS:
+        found = {str(_get(s.places, name)) for s in chosen}
+        if len(found) > 1:
+            raise UserError(f"{path}: its volumes are stored in an order of their own: frame {frame} would mix the "
+                            f"{name} {' and '.join(sorted(found)[:3])}; convert it with dcm2niix")
 
 
 def _sort(path, slices, frame):
     "(one slice per position, sorted along the normal; number of volumes in the series)"
-    slices = sorted(slices, key=lambda s: (int(s.header.get("InstanceNumber") or 0), s.path, s.index))
-    along = np.array([s.position for s in slices]) @ slices[0].normal
-    order = np.argsort(along, kind="stable")
-    group = np.concatenate([[0], np.cumsum(np.diff(along[order]) > 0.05 * slices[0].pixel.min())])
-    count = np.bincount(group); usual = max(set(count.tolist()), key=lambda c: ((count == c).sum(), -c))
-    if (odd := np.flatnonzero(count != usual)).size:
-        raise UserError(f"{path}: at {_mm(along[order][np.searchsorted(group, odd)])} along the normal lie {' or '.join(map(str, sorted(set(count[odd].tolist()))))} images, at each other position {usual} (first: {', '.join(str(slices[i]) for i in order[group == odd[0]][:4])}); remove what is stored twice, or copy what is missing")
-    if frame is None and usual > 1: raise UserError(f"{path}: holds {usual} volumes: {usual} images at each of {len(count)} position{'s' * (len(count) > 1)} (times, echoes or directions); give one, frame=0 to frame={usual - 1}")
-    if not 0 <= (frame or 0) < usual: raise UserError(f"{path}: has no frame {frame}; it holds {usual} volume{'s' * (usual > 1)}: frame=0" + f" to frame={usual - 1}" * (usual > 1))
-    chosen = [slices[i] for i in order.reshape(-1, usual)[:, frame or 0]]
-    for name in ("EchoTime", "EffectiveEchoTime", "DiffusionBValue", "TemporalPositionIdentifier", "TemporalPositionIndex") if usual > 1 else ():
-        if len(found := {str(_get(s.places, name)) for s in chosen}) > 1: raise UserError(f"{path}: its volumes are stored in an order of their own: frame {frame} would mix the {name} {' and '.join(sorted(found)[:3])}; convert it with dcm2niix")
-    return chosen, usual
+    groups, at = _by_position(slices)
+    volumes = _count_volumes(path, groups, at)
+    _refuse_frame(path, frame, volumes, len(groups))
+    chosen = [g[frame or 0] for g in groups]
+    if volumes > 1: _refuse_shuffled(path, chosen, frame)
+    return chosen, volumes
 
 # %% ../../nbs/data/01_dicom.ipynb #dac63479
+def _missing(along, odd, usual):
+    "Positions, mm, at which slices are missing: inside of gaps that are a whole number of the usual one."
+    for i in odd:
+        gap = along[i + 1] - along[i]
+        n = round(gap / usual)
+        if abs(gap / usual - n) < 0.25: yield from (along[i] + gap * k / n for k in range(1, n))
+
+
+def _uneven_error(path, slices, along):
+    "The error for slices that are not evenly spaced, with the gaps that are to blame."
+    gaps = np.diff(along)
+    usual = np.median(gaps)
+    far = np.abs(gaps - usual)
+    odd = np.flatnonzero(far > 0.5 * far.max())
+    end = lambda i: f"{slices[i]} ({along[i]:.2f} mm)"
+    text = "; ".join(f"{gaps[i]:.4g} mm between {end(i)} and {end(i + 1)}" for i in odd[:5])
+    if len(odd) > 5: text += f"; and {len(odd) - 5} more"
+    missing = [*_missing(along, odd, usual)]
+    remedy = f"copy the missing slices at {_mm(missing)}" if missing else "resample it with the tool that made it"
+    return UserError(f"{path}: its slices are not evenly spaced: {usual:.4g} mm apart along the normal, but "
+                     f"{text}; {remedy}")
+
+# %% ../../nbs/data/01_dicom.ipynb #e9ce1815
 def _step(path, slices):
     "((3,) from one slice to the next, LPS mm; how far a slice lies from its even place at most, mm along the normal)"
     at, normal = np.array([s.position for s in slices]), slices[0].normal
-    along = at @ normal; gaps = np.diff(along); usual = np.median(gaps)
     step = (at[-1] - at[0]) / (len(at) - 1)
     apart = at - at[0] - np.arange(len(at))[:, None] * step
     uneven = np.abs(apart @ normal).max()
-    if uneven > 0.1 * (step @ normal):
-        odd = np.flatnonzero((far := np.abs(gaps - usual)) > 0.5 * far.max())
-        missing = [along[i] + gaps[i] * k / n for i in odd if abs(gaps[i] / usual - (n := round(gaps[i] / usual))) < 0.25 for k in range(1, n)]
-        text = "; ".join(f"{gaps[i]:.4g} mm between {slices[i]} ({along[i]:.2f} mm) and {slices[i + 1]} ({along[i + 1]:.2f} mm)" for i in odd[:5]) + f"; and {len(odd) - 5} more" * (len(odd) > 5)
-        raise UserError(f"{path}: its slices are not evenly spaced: {usual:.4g} mm apart along the normal, but {text}; " + (f"copy the missing slices at {_mm(missing)}" if missing else "resample it with the tool that made it"))
+    if uneven > 0.1 * (step @ normal): raise _uneven_error(path, slices, at @ normal)
     aside = np.linalg.norm(apart - (apart @ normal)[:, None] * normal, axis=1).max()
-    if aside > max(0.05 * slices[0].pixel.min(), 0.02 * usual): raise UserError(f"{path}: its slices do not lie on a straight line: one lies {aside:.3g} mm beside it; resample it with the tool that made it")
+    if aside > max(0.05 * slices[0].pixel.min(), 0.02 * np.median(np.diff(at @ normal))):
+        raise UserError(f"{path}: its slices do not lie on a straight line: one lies {aside:.3g} mm beside it; "
+                        "resample it with the tool that made it")
     return step, uneven
 
 # %% ../../nbs/data/01_dicom.ipynb #313e0182
@@ -187,26 +322,43 @@ def _thickness(slices):
     return float(value) if value is not None and float(value) > 0 else None
 
 
+def _lone(s, thick):
+    "(size across a single slice, mm; note)"
+    between = abs(float(_get(s.places, "SpacingBetweenSlices", 0)))
+    size, source = 1.0, "no tag: none says how thick it is"
+    if thick: size, source = thick, "SliceThickness"
+    if between: size, source = between, "SpacingBetweenSlices"
+    return size, f"a single slice; its size across ({size:g} mm) comes from {source}"
+
+# %% ../../nbs/data/01_dicom.ipynb #a06d4d05
+def _stack_notes(step, uneven, gap, thick):
+    "What is worth knowing of a stack, a sentence each."
+    if uneven > 0.01 * gap:
+        yield f"positions differ by up to {uneven:.2g} mm from even spacing, which was taken; rounding does that"
+    if thick and abs(thick - gap) > 0.01 * gap:
+        yield (f"slices are {gap:.4g} mm apart and {thick:.4g} mm thick: they "
+               f"{'overlap' if thick > gap else 'leave gaps'}; the spacing is the distance of their positions")
+    tilt = float(np.degrees(np.arccos(min(1, gap / np.linalg.norm(step)))))
+    if tilt > 0.1:
+        yield (f"the stack is sheared by {tilt:.1f}° (gantry tilt); the affine keeps it, {gap:.4g} mm between slices "
+               "along their normal")
+
+
 def _stack(path, slices):
     "((3,) step from slice to slice, LPS mm; notes)"
     normal, thick = slices[0].normal, _thickness(slices)
     if len(slices) == 1:
-        between = abs(float(_get(slices[0].places, "SpacingBetweenSlices", 0)))
-        size, source = (between, "SpacingBetweenSlices") if between else (thick, "SliceThickness") if thick else (1.0, "no tag: none says how thick it is")
-        return normal * size, [f"a single slice; its size across ({size:g} mm) comes from {source}"]
+        size, note = _lone(slices[0], thick)
+        return normal * size, [note]
     step, uneven = _step(path, slices)
-    gap, notes = float(step @ normal), []
-    if uneven > 0.01 * gap: notes.append(f"positions differ by up to {uneven:.2g} mm from even spacing, which was taken; rounding does that")
-    if thick and abs(thick - gap) > 0.01 * gap: notes.append(f"slices are {gap:.4g} mm apart and {thick:.4g} mm thick: they {'overlap' if thick > gap else 'leave gaps'}; the spacing is the distance of their positions")
-    tilt = float(np.degrees(np.arccos(min(1, gap / np.linalg.norm(step)))))
-    if tilt > 0.1: notes.append(f"the stack is sheared by {tilt:.1f}° (gantry tilt); the affine keeps it, {gap:.4g} mm between slices along their normal")
-    return step, notes
+    return step, [*_stack_notes(step, uneven, float(step @ normal), thick)]
 
-
+# %% ../../nbs/data/01_dicom.ipynb #6b3367eb
 def _affine(slices, step):
     "(4, 4) index (x, y, z) → RAS mm, from DICOM's LPS (PS3.3 C.7.6.2.1.1)."
-    a = np.eye(4)
-    a[:3, :2], a[:3, 2], a[:3, 3] = (slices[0].axes * slices[0].pixel[:, None]).T, step, slices[0].position
+    first, a = slices[0], np.eye(4)
+    a[:3, :2] = (first.axes * first.pixel[:, None]).T
+    a[:3, 2], a[:3, 3] = step, first.position
     return np.diag([-1.0, -1, 1, 1]) @ a
 
 # %% ../../nbs/data/01_dicom.ipynb #864173f3
@@ -216,9 +368,12 @@ def _refuse_codec(header):
     try: known, ready = True, get_decoder(syntax).is_available
     except NotImplementedError: known = ready = False
     if ready: return
-    package = "pyjpegls" if "JPEG-LS" in syntax.name else "pylibjpeg pylibjpeg-openjpeg" if "2000" in syntax.name else "python-gdcm"
-    raise UserError(f"{header.filename}: its pixels are stored as {syntax.name or 'an unnamed transfer syntax'} ({syntax}), for which " +
-                    (f"no decoder is installed: pip install {package}" if known else "pydicom has no decoder; convert the series to an uncompressed transfer syntax first"))
+    package = ("pyjpegls" if "JPEG-LS" in syntax.name else
+               "pylibjpeg pylibjpeg-openjpeg" if "2000" in syntax.name else "python-gdcm")
+    remedy = f"no decoder is installed: pip install {package}" if known else \
+             "pydicom has no decoder; convert the series to an uncompressed transfer syntax first"
+    name = syntax.name or "an unnamed transfer syntax"
+    raise UserError(f"{header.filename}: its pixels are stored as {name} ({syntax}), for which {remedy}")
 
 
 def _pixels(slices):
@@ -229,31 +384,64 @@ def _pixels(slices):
         _refuse_codec(slices[ks[0]].header)
         try: yield from zip(ks, iter_pixels(path, indices=[slices[k].index for k in ks]), strict=True)
         except Exception as e:  # decoders raise whatever a damaged file leads them to
-            raise UserError(f"{path}: its pixels cannot be decoded ({str(e).splitlines()[0] if str(e) else type(e).__name__}); copy it again from its source") from e
+            why = str(e).splitlines()[0] if str(e) else type(e).__name__
+            raise UserError(f"{path}: its pixels cannot be decoded ({why}); copy it again from its source") from e
 
-
+# %% ../../nbs/data/01_dicom.ipynb #8f452f6c
 def _padding(header):
     "(lowest, highest) stored value that means: nothing was measured here; None: none."
     ends = [header.get("PixelPaddingValue"), header.get("PixelPaddingRangeLimit")]
     if ends[0] in (None, ""): return None
-    top = 1 << int(header.get("BitsAllocated", 16))
-    ends = [int(e) - top if header.get("PixelRepresentation") and int(e) >= top // 2 else int(e) for e in ends if e not in (None, "")]
+    top, signed = 1 << int(header.get("BitsAllocated", 16)), header.get("PixelRepresentation")
+    ends = [int(e) for e in ends if e not in (None, "")]
+    ends = [e - top if signed and e >= top // 2 else e for e in ends]
     return min(ends), max(ends)
 
+
+def _padding_note(count, size, values):
+    "How many voxels hold the padding value, as a sentence."
+    span = f"{min(values):g}" + f" to {max(values):g}" * (len(values) > 1)
+    return (f"{count:,} voxel{'s' * (count > 1)} ({100 * count / size:.1f} %) hold the padding value {span}: "
+            "nothing was measured there; they were left as they are")
+
 # %% ../../nbs/data/01_dicom.ipynb #e5f039a7
+def _rescale(stored, places):
+    "Stored numbers in the units of the modality (PS3.3 C.7.6.16.2.9)."
+    return stored * float(_get(places, "RescaleSlope", 1)) + float(_get(places, "RescaleIntercept", 0))
+
+
 def _fill(slices):
     "((z, y, x) float32 in the units after rescaling; notes)"
-    data = np.empty((len(slices), slices[0].header.Rows, slices[0].header.Columns), np.float32)
-    count, values, padding = 0, set(), {id(s.header): _padding(s.header) for s in slices}
+    data = np.empty((len(slices), *slices[0].size), np.float32)
+    count, values = 0, set()
+    padding = {id(s.header): _padding(s.header) for s in slices}
     for k, stored in _pixels(slices):
-        scale = lambda v, p=slices[k].places: v * float(_get(p, "RescaleSlope", 1)) + float(_get(p, "RescaleIntercept", 0))
-        with np.errstate(invalid="ignore", over="ignore"): data[k] = scale(stored)
-        if (ends := padding[id(slices[k].header)]) and (n := int(np.count_nonzero((stored >= ends[0]) & (stored <= ends[1])))): count += n; values |= {scale(e) for e in ends}
-    if not count: return data, []
-    span = f"{min(values):g}" + f" to {max(values):g}" * (len(values) > 1)
-    return data, [f"{count:,} voxel{'s' * (count > 1)} ({100 * count / data.size:.1f} %) hold the padding value {span}: nothing was measured there; they were left as they are"]
+        places, ends = slices[k].places, padding[id(slices[k].header)]
+        with np.errstate(invalid="ignore", over="ignore"): data[k] = _rescale(stored, places)
+        n = np.count_nonzero((stored >= ends[0]) & (stored <= ends[1])) if ends else 0
+        if n: values |= {_rescale(e, places) for e in ends}
+        count += int(n)
+    return data, [_padding_note(count, data.size, values)] if count else []
 
 # %% ../../nbs/data/01_dicom.ipynb #cea2c059
+def _file_notes(first, others, frame, volumes):
+    "What is worth knowing of the files, a sentence each."
+    if volumes > 1: yield f"volume {frame} of {volumes} in this series (0 to {volumes - 1})"
+    if first.get("PhotometricInterpretation") == "MONOCHROME1":
+        yield "stored for display with white as low (MONOCHROME1); the values are as stored"
+    if str(first.get("LossyImageCompression")) == "01": yield "its pixels were compressed with loss"
+    if others: yield f"{others} other file{'s' * (others > 1)} in the folder ignored"
+
+# %% ../../nbs/data/01_dicom.ipynb #f77558c3
+def _as_volume(path, header, data, affine, canonical, notes):
+    "The array as a volume named by its series, its axes turned where asked for."
+    image = nib.Nifti1Image(data.T, affine)
+    if canonical: image = nib.as_closest_canonical(image)
+    name = str(header.get("SeriesDescription") or path.resolve().name.removesuffix(".dcm"))
+    turned = np.ascontiguousarray(np.asarray(image.dataobj).T)
+    return Volume(turned, image.affine, name, Grid(data.shape[::-1], affine), notes)
+
+# %% ../../nbs/data/01_dicom.ipynb #2a64415e
 def read_dicom(
     path,  # a folder of one series, or a file
     series=None,  # SeriesNumber or SeriesInstanceUID, where the folder holds several; None: the only one
@@ -264,19 +452,12 @@ def read_dicom(
     "Read one DICOM series, classic or Enhanced, as a volume; raises `UserError` for what is none."
     path = Path(path)
     headers, others = _headers(path)
-    headers = _one_series(path, headers, series)
-    slices = [s for h in headers for s in _slices(h)]
+    slices = [s for h in _one_series(path, headers, series) for s in _slices(h)]
     _refuse_mixture(path, slices)
+    _refuse_copies(path, slices)
     slices, volumes = _sort(path, slices, frame)
     step, notes = _stack(path, slices)
     data, more = _fill(slices)
     if finite: _refuse_nonfinite(path, data.T)
-    first, affine = slices[0].header, _affine(slices, step)
-    if volumes > 1: more.append(f"volume {frame} of {volumes} in this series (0 to {volumes - 1})")
-    if first.get("PhotometricInterpretation") == "MONOCHROME1": more.append("stored for display with white as low (MONOCHROME1); the values are as stored")
-    if str(first.get("LossyImageCompression")) == "01": more.append("its pixels were compressed with loss")
-    if others: more.append(f"{others} other file{'s' * (others > 1)} in the folder ignored")
-    plain = nib.Nifti1Image(data.T, affine)
-    if canonical: plain = nib.as_closest_canonical(plain)
-    name = str(first.get("SeriesDescription") or path.resolve().name.removesuffix(".dcm"))
-    return Volume(np.ascontiguousarray(np.asarray(plain.dataobj).T), plain.affine, name, Grid(data.shape[::-1], affine), (*notes, *more))
+    notes = *notes, *more, *_file_notes(slices[0].header, others, frame, volumes)
+    return _as_volume(path, slices[0].header, data, _affine(slices, step), canonical, notes)

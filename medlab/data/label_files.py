@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from fastcore.basics import patch
 
-from ..core import UnknownName, UserError, derive_seed
+from ..core import UnknownName, UserError
+from .cases import phantom_name
 from .dicom import is_dicom
 from .images import NIFTI, is_volume, read_scan
 from .volume import Volume, read_volume
@@ -34,34 +36,41 @@ class LabelledCase:
     @property
     def files(self) -> dict:
         "Part → Path."
-        return {f"image{i or ''}": p for i, p in enumerate(self.images)} | ({"label": self.label} if self.label else {})
+        images = {f"image{i or ''}": p for i, p in enumerate(self.images)}
+        return images | ({"label": self.label} if self.label else {})
 
     @property
     def modalities(self) -> tuple: "The parts that are there."; return tuple(self.files)
 
-    def read(self,
-        label:bool=True,  # with its mask; False: as for prediction
-    ) -> dict:
-        "Its `images`, a list of volumes, and its `label`, a volume or None; raises `UserError` where a file is unsound."
-        return dict(images=[read_scan(p) for p in self.images], label=read_volume(self.label) if self.label and label else None)
+# %% ../../nbs/data/11_label_files.ipynb #be2f5f93
+@patch
+def read(self:LabelledCase,
+    label:bool=True,  # with its mask; False: as for prediction
+) -> dict:  # images: list of volumes; label: a volume or None
+    "Its images and its mask; raises `UserError` where a file is unsound."
+    mask = read_volume(self.label) if self.label and label else None
+    return dict(images=[read_scan(p) for p in self.images], label=mask)
 
-    def unlabelled(self) -> "LabelledCase":
-        "The same as it is predicted: what is wrong with its mask alone does not matter."
-        mine = not self.images or "channels" in self.fault or "several" in self.fault or not all(p.exists() for p in self.images)
-        return self if mine else replace(self, fault="")
+# %% ../../nbs/data/11_label_files.ipynb #fa9361d9
+@patch
+def unlabelled(self:LabelledCase) -> LabelledCase:
+    "The same as it is predicted: what is wrong with its mask alone does not matter."
+    of_images = not self.images or "channels" in self.fault or "several" in self.fault
+    return self if of_images or not all(p.exists() for p in self.images) else replace(self, fault="")
 
-
+# %% ../../nbs/data/11_label_files.ipynb #961314e4
 class LabelledPhantom:
     "A synthetic brain without lesions as a case: a T1-weighted image, and its tissues as labels."
-    names, fault, split, label = {1: "white matter", 2: "grey matter", 3: "deep nuclei", 4: "fluid"}, "", "", True
+    names = {1: "white matter", 2: "grey matter", 3: "deep nuclei", 4: "fluid"}
+    fault, split, label = "", "", True
 
     def __init__(self,
         seed:int,  # of anatomy and noise
         size=(64, 64, 64),  # (z, y, x) voxels, each ≥ 8
         noise:float=0.05,  # see `medlab.phantoms.brain`
     ):
-        self.seed, self.size, self.noise, self.modalities = seed, tuple(size), noise, ("image", "label")
-        self.name = f"phantom-{seed:04}" if seed < 10_000 else f"phantom-{seed % 16**8:08x}"
+        self.seed, self.size, self.noise = seed, tuple(size), noise
+        self.name, self.modalities = phantom_name(seed), ("image", "label")
 
     def unlabelled(self): "As of `LabelledCase`."; return self
 
@@ -72,7 +81,8 @@ class LabelledPhantom:
         b = brain(self.seed, self.size, noise=self.noise, lesion=False)
         tissues = np.stack([b.tissues[k] for k in ("white", "grey", "deep", "csf")])
         made = np.where(tissues.sum(0) > 0.5, tissues.argmax(0) + 1, 0).astype(np.float32)
-        return dict(images=[Volume(b.images["t1n"], b.affine, "image")], label=Volume(made, b.affine, "label") if label else None)
+        mask = Volume(made, b.affine, "label") if label else None
+        return dict(images=[Volume(b.images["t1n"], b.affine, "image")], label=mask)
 
 # %% ../../nbs/data/11_label_files.ipynb #c2428532
 FOLDERS = (("imagesTr", "labelsTr"), ("images", "labels"))
@@ -81,9 +91,9 @@ FOLDERS = (("imagesTr", "labelsTr"), ("images", "labels"))
 @dataclass
 class Found:
     "What lies at a path."
-    cases:list
+    cases:list  # of `LabelledCase`, sorted by name
     names:dict = field(default_factory=dict)  # label → name, where a file says so
-    ignore:int = None  # label of unknown voxels, where a file says so
+    ignore:int = None  # label of unknown voxels, where a file says so; None: all are known
 
 
 def _stem(path): return re.sub(r"\.nii(\.gz)?$", "", path.name, flags=re.IGNORECASE)
@@ -96,36 +106,48 @@ def _volumes(folder):
         if p.is_file() and is_volume(p) and not p.name.startswith("."): found.setdefault(_stem(p), []).append(p)
     return found
 
+# %% ../../nbs/data/11_label_files.ipynb #396c175b
+def _channel(stem, labelled, every):
+    "(case, channel) of a stem."
+    m = re.fullmatch(r"(.+)_(\d{4})", stem)
+    suffixed = m and stem not in labelled and (m[1] in labelled or every)
+    return (m[1], int(m[2])) if suffixed else (stem, 0)
+
 
 def _channels(stems, labelled):
     "case → {channel: stem}"
     cases, every = {}, all(re.search(r"_\d{4}$", s) for s in stems)
     for s in stems:
-        m = re.fullmatch(r"(.+)_(\d{4})", s)
-        name, channel = (m[1], int(m[2])) if m and s not in labelled and (m[1] in labelled or every) else (s, 0)
+        name, channel = _channel(s, labelled, every)
         cases.setdefault(name, {})[channel] = s
     return cases
 
-
+# %% ../../nbs/data/11_label_files.ipynb #50fe26b5
 def _fault(name, channels, images, label, wanted):
     "Why files are no case, or an empty text."
     twice = [p for s in channels.values() for p in images[s][1:]] + label[1:]
     if not channels: return f"the label {label[0].name} has no image of that name; add it or remove the file"
     if twice: return f"several files of one name, such as {twice[0].name}; keep one"
-    if sorted(channels) != [*range(len(channels))]: return f"has the channels {', '.join(f'{c:04}' for c in sorted(channels))}; they are numbered from 0000 without gaps"
-    if wanted and not label: return f"the image {images[channels[0]][0].name} has no label of that name; add it or remove the file"
+    if sorted(channels) != [*range(len(channels))]:
+        there = ", ".join(f"{c:04}" for c in sorted(channels))
+        return f"has the channels {there}; they are numbered from 0000 without gaps"
+    if wanted and not label:
+        return f"the image {images[channels[0]][0].name} has no label of that name; add it or remove the file"
     return ""
 
 
 def _in_folders(images, labels):
     "The cases in a folder of images and one of masks, or None for none."
-    if labels and not labels.is_dir(): raise UserError(f"{images.parent} holds {images.name}/ but not {labels.name}/; add the masks, or give the folder {images.name} itself to predict")
+    if labels and not labels.is_dir():
+        raise UserError(f"{images.parent} holds {images.name}/ but not {labels.name}/; add the masks, or give the "
+                        f"folder {images.name} itself to predict")
     files, masks = _volumes(images), _volumes(labels) if labels else {}
     cases = _channels(files, masks)
     for name in sorted(cases.keys() | masks.keys()):
         channels, label = cases.get(name, {}), masks.get(name, [])
+        paths = tuple(files[channels[c]][0] for c in sorted(channels))
         fault = _fault(name, channels, files, label, labels)
-        yield LabelledCase(name, tuple(files[channels[c]][0] for c in sorted(channels)), label[0] if label else None, fault=fault)
+        yield LabelledCase(name, paths, label[0] if label else None, fault=fault)
 
 # %% ../../nbs/data/11_label_files.ipynb #0d03523d
 SPLITS = ("train", "val", "test")
@@ -136,61 +158,120 @@ def _json(path):
     except (OSError, ValueError) as e: raise UserError(f"{path}: is no valid JSON ({e})") from e
 
 
-def _path(folder, text):
+def _paths(folder, text):
     "Paths that an entry means: itself, or nnU-Net's channels of it."
     p = folder / str(text).strip()
-    return [p] if p.exists() or not p.parent.is_dir() else sorted(p.parent.glob(f"{_stem(p)}_[0-9][0-9][0-9][0-9].nii.gz")) or [p]
+    if p.exists() or not p.parent.is_dir(): return [p]
+    return sorted(p.parent.glob(f"{_stem(p)}_[0-9][0-9][0-9][0-9].nii.gz")) or [p]
+
+# %% ../../nbs/data/11_label_files.ipynb #f40cf8bd
+def _refuse_row(path, i, row):
+    "Raise where a row of a list is no entry."
+    odd = row.keys() - {"image", "label", "case", "split", "fold", None} if isinstance(row, dict) else ()
+    if odd:
+        first = sorted(odd)[0]
+        if ";" in first: raise UserError(f"{path}: its columns are separated by ';'; use commas")
+        raise UnknownName(f"column in {path.name}", first, ("image", "label", "case", "split"))
+    if not isinstance(row, dict) or not row.get("image"):
+        raise UserError(f"{path}: entry {i} has no image; every entry needs image and label, such as "
+                        "{\"image\": \"a.nii.gz\", \"label\": \"a-seg.nii.gz\"}")
+
+
+def _list_fault(images, label):
+    "Why an entry of a list is no case, or an empty text."
+    gone = [f"{p.parent.name}/{p.name}" for p in (*images, *([label] if label else [])) if not p.is_file()]
+    if gone: return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not there; restore or remove the entry"
+    return "" if label else "has no label in the list"
 
 
 def _entry(path, i, row):
     "One row of a list as a case."
-    if isinstance(row, dict) and (odd := row.keys() - {"image", "label", "case", "split", "fold", None}):
-        if ";" in (first := sorted(odd)[0]): raise UserError(f"{path}: its columns are separated by ';'; use commas")
-        raise UnknownName(f"column in {path.name}", first, ("image", "label", "case", "split"))
-    if not isinstance(row, dict) or not row.get("image"): raise UserError(f"{path}: entry {i} has no image; every entry needs image and label, such as {{\"image\": \"a.nii.gz\", \"label\": \"a-seg.nii.gz\"}}")
+    _refuse_row(path, i, row)
     split = str(row.get("split") or "").strip()
     if split not in ("", *SPLITS): raise UnknownName(f"split in {path.name}", split, SPLITS)
     texts = row["image"] if isinstance(row["image"], list) else str(row["image"]).split(";")
-    images = [q for t in texts for q in _path(path.parent, t)]
-    label = _path(path.parent, row["label"])[0] if row.get("label") else None
-    gone = [f"{p.parent.name}/{p.name}" for p in (*images, *([label] if label else [])) if not p.is_file()]
-    fault = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not there; restore or remove the entry" if gone else "" if label else "has no label in the list"
-    return LabelledCase(str(row.get("case") or re.sub(r"_0000$", "", _stem(images[0]))), tuple(images), label, split, fault)
+    images = [p for t in texts for p in _paths(path.parent, t)]
+    label = _paths(path.parent, row["label"])[0] if row.get("label") else None
+    name = str(row.get("case") or re.sub(r"_0000$", "", _stem(images[0])))
+    return LabelledCase(name, tuple(images), label, split, _list_fault(images, label))
 
-
+# %% ../../nbs/data/11_label_files.ipynb #10dba7dd
 def _entries(path, rows):
-    "The rows of a list as cases; what is wrong with several of them is said of all."
+    "The rows of a list as cases; raises `UserError` with the mistakes of all rows."
     cases, wrong = [], []
     for i, row in enumerate(rows, 1):
         try: cases.append(_entry(path, i, row))
         except UserError as e: wrong.append(e)
     texts = list(dict.fromkeys(map(str, wrong)))
+    if not wrong: return cases
     if len(texts) == 1: raise wrong[0]
-    if wrong: raise UserError(f"{path}: {len(texts)} mistakes: " + "; ".join(t.removeprefix(f"{path}: ") for t in texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else ""))
-    return cases
+    first = "; ".join(t.removeprefix(f"{path}: ") for t in texts[:5])
+    more = f"; and {len(texts) - 5} more" if len(texts) > 5 else ""
+    raise UserError(f"{path}: {len(texts)} mistakes: {first}{more}")
 
 
 def _rows(path):
-    "(rows, what else a list says)"
+    "(rows, what a dataset.json holds beside them)"
     if path.suffix.lower() == ".csv":
         with open(path, newline="", encoding="utf-8-sig") as f: return list(csv.DictReader(f)), {}
-    said = _json(path)
-    if isinstance(said, list): return said, {}
-    if not isinstance(said, dict) or not isinstance(said.get("training"), list): raise UserError(f"{path}: must be a list of {{image, label}}, or a dataset.json with the key 'training'")
-    rows = said["training"] + [r | dict(split="val") for r in said.get("validation", ()) if isinstance(r, dict)]
-    return [r for r in rows if not (isinstance(r, dict) and Path(str(r.get("image"))).name.startswith("._"))], said
+    meta = _json(path)
+    if isinstance(meta, list): return meta, {}
+    if not isinstance(meta, dict) or not isinstance(meta.get("training"), list):
+        raise UserError(f"{path}: must be a list of {{image, label}}, or a dataset.json with the key 'training'")
+    rows = meta["training"] + [r | dict(split="val") for r in meta.get("validation", ()) if isinstance(r, dict)]
+    hidden = lambda r: isinstance(r, dict) and Path(str(r.get("image"))).name.startswith("._")
+    return [r for r in rows if not hidden(r)], meta
 
-
-def _says(path, said):
-    "What a dataset.json says of its labels: (names, label to ignore)."
-    pairs = [(str(a), b) for a, b in (said.get("labels") or {}).items()] if isinstance(said.get("labels"), dict) else []
-    if any(isinstance(b, list) for _, b in pairs): raise UserError(f"{path}: its labels are regions (lists of ids), which overlap; classes here exclude one another: give each id a name")
-    pairs = [(a, b) if a.isdigit() else (b, a) for a, b in pairs]
+# %% ../../nbs/data/11_label_files.ipynb #fc00c155
+def _label_pairs(path, labels):
+    "[(id, name), …], whichever way round they are written."
+    if any(isinstance(b, list) for b in labels.values()):
+        raise UserError(f"{path}: its labels are regions (lists of ids), which overlap; classes here exclude one "
+                        "another: give each id a name")
+    pairs = [(a, b) if str(a).isdigit() else (b, str(a)) for a, b in labels.items()]
     for i, n in pairs:
-        if not re.fullmatch(r"\d+", str(i)): raise UserError(f"{path}: label {n!r} is {i!r}; a whole number of 0 or more is needed")
-    pairs = [(int(i), str(n)) for i, n in pairs]
-    if twice := [i for i, k in Counter(i for i, _ in pairs).items() if k > 1]: raise UserError(f"{path}: {twice[0]} is the number of two labels; each needs its own")
-    return {i: n for i, n in pairs if n != "ignore"}, next((i for i, n in pairs if n == "ignore"), None)
+        if not re.fullmatch(r"\d+", str(i)):
+            raise UserError(f"{path}: label {n!r} is {i!r}; a whole number of 0 or more is needed")
+    return [(int(i), str(n)) for i, n in pairs]
+
+
+def _label_names(path, meta):
+    "({id: name}, id to ignore or None) as a dataset.json gives them."
+    labels = meta.get("labels") if isinstance(meta, dict) else None
+    pairs = _label_pairs(path, labels) if isinstance(labels, dict) else []
+    twice = [i for i, k in Counter(i for i, _ in pairs).items() if k > 1]
+    if twice: raise UserError(f"{path}: {twice[0]} is the number of two labels; each needs its own")
+    ignore = next((i for i, n in pairs if n == "ignore"), None)
+    return {i: n for i, n in pairs if n != "ignore"}, ignore
+
+# %% ../../nbs/data/11_label_files.ipynb #8f03d8e5
+def _pair(root): return next(((root / a, root / b) for a, b in FOLDERS if (root / a).is_dir()), None)
+
+
+def _is_scan(root):
+    "Whether a path is one volume, or the folder of one DICOM series."
+    if root.is_file(): return is_volume(root) or is_dicom(root)
+    if _pair(root) or (root / "dataset.json").exists() or _volumes(root): return False
+    return any(p.is_file() and is_dicom(p) for p in root.iterdir())
+
+
+def _list_at(root):
+    "The list at a path; None: there is none, or folders say more."
+    if root.is_file(): return root if root.suffix.lower() in (".csv", ".json") else None
+    file = root / "dataset.json"
+    return file if file.is_file() and (not _pair(root) or "training" in _json(file)) else None
+
+
+def _cases_at(root):
+    "(cases, what a dataset.json holds beside them)"
+    if _is_scan(root): return [LabelledCase(_stem(root), (root,))], {}
+    if file := _list_at(root):
+        rows, meta = _rows(file)
+        return _entries(file, rows), meta
+    if root.is_file():
+        raise UserError(f"{root}: is neither a list (.csv, .json) nor a volume ({', '.join(NIFTI)}, DICOM)")
+    file = root / "dataset.json"
+    return [*_in_folders(*(_pair(root) or (root, None)))], _json(file) if file.exists() else {}
 
 # %% ../../nbs/data/11_label_files.ipynb #c5336a08
 def find_labelled(
@@ -199,17 +280,12 @@ def find_labelled(
     "Find labelled cases, sorted by name; raises `UserError` where there is none, and for lists that cannot be read."
     root = Path(root).expanduser()
     if not root.exists(): raise UserError(f"{root} does not exist; give a folder with images/ and labels/, or a list")
-    said = root / "dataset.json" if root.is_dir() else root
-    pair = next(((root / a, root / b) for a, b in FOLDERS if (root / a).is_dir()), None)
-    header = _json(said) if said.name == "dataset.json" and said.exists() else {}
-    series = root.is_dir() and not pair and not said.exists() and not _volumes(root) and any(p.is_file() and is_dicom(p) for p in root.iterdir())
-    if series or root.is_file() and (is_volume(root) or is_dicom(root)): cases = [LabelledCase(_stem(root), (root,))]
-    elif said.suffix.lower() in (".csv", ".json") and said.is_file() and (root.is_file() or not pair or "training" in header):
-        rows, header = _rows(said)
-        cases = _entries(said, rows)
-    elif root.is_file(): raise UserError(f"{root}: is neither a list (.csv, .json) nor a volume ({', '.join(NIFTI)}, DICOM)")
-    else: cases = [*_in_folders(*pair)] if pair else [*_in_folders(root, None)]
+    cases, meta = _cases_at(root)
     if not cases and root.is_file(): raise UserError(f"{root} holds no entry; every entry needs image and label")
-    if not cases: raise UserError(f"no case in {root}; looked for images/ and labels/, imagesTr/ and labelsTr/, dataset.json, or {' and '.join(NIFTI)} files")
-    if twice := [n for n, k in Counter(c.name for c in cases).items() if k > 1]: raise UserError(f"{root}: {twice[0]!r} is the name of two cases; name them in the column case")
-    return Found(sorted(cases, key=lambda c: c.name), *_says(said, header if isinstance(header, dict) else {}))
+    if not cases:
+        raise UserError(f"no case in {root}; looked for images/ and labels/, imagesTr/ and labelsTr/, dataset.json, "
+                        f"or {' and '.join(NIFTI)} files")
+    twice = [n for n, k in Counter(c.name for c in cases).items() if k > 1]
+    if twice: raise UserError(f"{root}: {twice[0]!r} is the name of two cases; name them in the column case")
+    source = root / "dataset.json" if root.is_dir() else root
+    return Found(sorted(cases, key=lambda c: c.name), *_label_names(source, meta))

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from monai.transforms import map_classes_to_indices
 
-from ..core import UnknownName, UserError
+from ..core import CaseFault, UnknownName, UserError
 from .cases import Check
 from .labels import IGNORE, LabelTable, label_ids
-from .modalities import CaseFault
 from .volume import Volume, resample_to, same_grid
 
 # %% ../../nbs/data/12_labelled.ipynb #7b871f4c
@@ -27,28 +27,40 @@ INTENSITIES = ("zscore", "window")
 
 @dataclass(frozen=True)
 class Intensity:
-    "How intensities become the network's input."
-    kind:str = "zscore"  # "zscore": by percentiles, mean and deviation of the volume; "window": a fixed range becomes −1 … 1
-    low:float = 0.5  # percentile, or the window's lower end (HU)
-    high:float = 99.5  # percentile, or the window's upper end (HU)
+    "How intensities become the network's input; raises `UserError` for impossible ends."
+    kind:str = "zscore"  # "zscore": mean 0 and deviation 1 of the volume; "window": a fixed range becomes −1 … 1
+    low:float = 0.5  # percentile in [0, 100), or the window's lower end (HU)
+    high:float = 99.5  # percentile in (0, 100], or the window's upper end (HU)
 
     def __post_init__(self):
         if self.kind not in INTENSITIES: raise UnknownName("intensity", self.kind, INTENSITIES)
-        if not (np.isfinite([self.low, self.high]).all() and self.low < self.high) or self.kind == "zscore" and not 0 <= self.low < self.high <= 100:
-            raise UserError(f"low={self.low} and high={self.high} must be {'percentiles from 0 to 100' if self.kind == 'zscore' else 'finite'}, low < high")
+        finite = np.isfinite([self.low, self.high]).all() and self.low < self.high
+        zscore = self.kind == "zscore"
+        if not finite or zscore and not 0 <= self.low < self.high <= 100:
+            raise UserError(f"low={self.low} and high={self.high} must be "
+                            f"{'percentiles from 0 to 100' if zscore else 'finite'}, low < high")
 
-    def apply(self,
-        x:np.ndarray,  # intensities, any shape
-    ) -> np.ndarray:  # float32
-        "Normalize a volume; raises `UserError` where it is constant."
-        if self.kind == "window": return ((np.clip(x, self.low, self.high) - self.low) * (2 / (self.high - self.low)) - 1).astype(np.float32)
-        inside = x[x != 0] if (x != 0).any() else x
-        lo, hi = (float(q) for q in np.percentile(inside, (self.low, self.high)))
-        if not lo < hi: raise UserError(f"is constant: percentiles {self.low:g} and {self.high:g} are both {lo:g}; is it a mask?")
-        kept = np.clip(inside, lo, hi).astype(np.float64)
-        return ((np.clip(x, lo, hi) - kept.mean()) / kept.std()).astype(np.float32)
+    def _windowed(self, x):
+        return ((np.clip(x, self.low, self.high) - self.low) * (2 / (self.high - self.low)) - 1).astype(np.float32)
+
+# %% ../../nbs/data/12_labelled.ipynb #7b4ea6f5
+@patch
+def apply(self:Intensity,
+    x:np.ndarray,  # intensities, any shape
+) -> np.ndarray:  # float32 of that shape
+    "Normalize a volume; raises `UserError` where it is constant."
+    if self.kind == "window": return self._windowed(x)
+    inside = x[x != 0] if (x != 0).any() else x
+    lo, hi = (float(q) for q in np.percentile(inside, (self.low, self.high)))
+    if not lo < hi:
+        raise UserError(f"is constant: percentiles {self.low:g} and {self.high:g} are both {lo:g}; is it a mask?")
+    kept = np.clip(inside, lo, hi).astype(np.float64)
+    return ((np.clip(x, lo, hi) - kept.mean()) / kept.std()).astype(np.float32)
 
 # %% ../../nbs/data/12_labelled.ipynb #57eaeb37
+PLACES = 4096  # at most so many places of a class are kept
+
+
 @dataclass
 class LoadedLabels:
     "A case at full size: the network's input, the classes, and its place."
@@ -61,27 +73,32 @@ class LoadedLabels:
     @property
     def nbytes(self) -> int:
         "Bytes of its arrays, for the cache."
-        return self.image.nbytes + sum(x.nbytes for x in (*self.places, *([] if self.label is None else [self.label])))
-
-
-PLACES = 4096
+        label = 0 if self.label is None else self.label.nbytes
+        return self.image.nbytes + label + sum(p.nbytes for p in self.places)
 
 # %% ../../nbs/data/12_labelled.ipynb #31f4ebe3
-def _on_one_grid(name, parts, resample):
-    "Channels and mask on the first channel's grid; a mask that had to be moved is IGNORE where it does not reach (as −1)."
-    first, label = parts["images"][0], parts["label"]
-    for v in parts["images"][1:]:
-        if differ := same_grid(first, v): raise CaseFault(name, f"{differ}; channels are registered and resampled before")
-    if label is None: return None
-    try: label_ids(label.data)
-    except UserError as e: raise CaseFault(name, f"label: {e}") from e
-    if not (differ := same_grid(replace(first, name="image"), replace(label, name="label"))): return label
-    if not resample: raise CaseFault(name, f"{differ}; resample the mask, or ask for it: resample=True (--resample true)")
+def _moved(label, first):
+    "A mask on the grid of the first channel, −1 where its own does not reach."
     moved = resample_to(label, first, labels=True)
     reached = resample_to(replace(label, data=np.ones_like(label.data)), first, labels=True).data > 0
     return replace(moved, data=np.where(reached, moved.data, -1))
 
 
+def _on_one_grid(name, images, label, resample):
+    "The mask on the grid of the first channel; raises `CaseFault` where channels or mask lie on another."
+    first = images[0]
+    for v in images[1:]:
+        if differ := same_grid(first, v):
+            raise CaseFault(name, f"{differ}; channels are registered and resampled before")
+    if label is None: return None
+    try: label_ids(label.data)
+    except UserError as e: raise CaseFault(name, f"label: {e}") from e
+    differ = same_grid(replace(first, name="image"), replace(label, name="label"))
+    if not differ: return label
+    if resample: return _moved(label, first)
+    raise CaseFault(name, f"{differ}; resample the mask, or ask for it: resample=True (--resample true)")
+
+# %% ../../nbs/data/12_labelled.ipynb #09dce228
 def read_parts(
     case,  # anything with name, fault and read
     channels:int=None,  # that the network takes; None: any number
@@ -92,8 +109,17 @@ def read_parts(
     if case.fault: raise CaseFault(case.name, case.fault)
     try: parts = case.read(label)
     except UserError as e: raise CaseFault(case.name, str(e)) from e
-    if channels not in (None, n := len(parts["images"])): raise CaseFault(case.name, f"has {n} channel{'s' * (n > 1)}, others have {channels}; every case needs the same")
-    return dict(images=parts["images"], label=_on_one_grid(case.name, parts, resample))
+    images, n = parts["images"], len(parts["images"])
+    if channels not in (None, n):
+        raise CaseFault(case.name, f"has {n} channel{'s' * (n > 1)}, others have {channels}; every case needs the same")
+    return dict(images=images, label=_on_one_grid(case.name, images, parts["label"], resample))
+
+# %% ../../nbs/data/12_labelled.ipynb #73a0bb2a
+def _classes(mask, table):
+    "(classes, IGNORE where the mask does not reach; for each class up to PLACES voxels of it)"
+    label = np.where(mask < 0, np.uint8(IGNORE), table.encode(np.maximum(mask, 0)))
+    places = map_classes_to_indices(label[None], len(table), max_samples_per_class=PLACES)
+    return torch.from_numpy(label), [np.asarray(p, np.int64) for p in places]
 
 
 def load_labelled(
@@ -104,18 +130,39 @@ def load_labelled(
     resample:bool=False,  # see `read_parts`
 ) -> LoadedLabels:
     "Read, check and normalize a whole case; raises `CaseFault`."
-    parts, label, places = read_parts(case, channels, resample, table is not None), None, []
+    parts = read_parts(case, channels, resample, table is not None)
+    first, mask = parts["images"][0], parts["label"]
     try:
         image = np.stack([intensity.apply(v.data) for v in parts["images"]])
-        if table is not None and parts["label"] is not None:
-            ids = parts["label"].data
-            label = np.where(ids < 0, np.uint8(IGNORE), table.encode(np.maximum(ids, 0)))
-            places = [np.asarray(p, np.int64) for p in map_classes_to_indices(label[None], len(table), max_samples_per_class=PLACES)]
+        label, places = _classes(mask.data, table) if table is not None and mask is not None else (None, [])
     except UserError as e: raise CaseFault(case.name, str(e)) from e
-    first = parts["images"][0]
-    return LoadedLabels(case.name, torch.from_numpy(image), None if label is None else torch.from_numpy(label), places, replace(first, data=np.broadcast_to(np.float32(0), first.data.shape)))
+    like = replace(first, data=np.broadcast_to(np.float32(0), first.data.shape))
+    return LoadedLabels(case.name, torch.from_numpy(image), label, places, like)
 
 # %% ../../nbs/data/12_labelled.ipynb #6e21b000
+def _inspect_images(check, images, intensity):
+    "Shape, spacing, ranges and notes of the channels; raises `UserError` for one that cannot be normalized."
+    first = images[0]
+    check.shape, check.spacing = first.shape, first.spacing
+    for v in images:
+        intensity.apply(v.data)
+        check.ranges[v.name or "image"] = tuple(float(q) for q in np.percentile(v.data, (1, 99)))
+    for note in first.notes: check.add("", note, fatal=False)
+
+
+def _inspect_label(check, label, resample, table):
+    "The ids of a mask with their voxels; raises `UserError` where there is none, or it holds what is no label."
+    if label is None: raise UserError("has no label, so it can be predicted but not be learned from")
+    known = np.maximum(label.data, 0)  # −1 is what a moved mask did not reach
+    ids = label_ids(known)
+    if table is not None: table.encode(known)
+    n = int((label.data < 0).sum()) if resample else 0
+    if n:
+        check.add("label", f"{n:,} of {known.size:,} voxels lie outside of the mask's own grid and are unknown",
+                  fatal=False)
+    return ids
+
+# %% ../../nbs/data/12_labelled.ipynb #060f75f0
 def inspect_labelled(
     case,  # anything with name, fault and read
     intensity:Intensity=Intensity(),
@@ -123,24 +170,14 @@ def inspect_labelled(
     resample:bool=False,  # see `read_parts`
     table:LabelTable=None,  # ids that may occur; None: any
 ) -> tuple:  # (`Check`, {id: voxels})
-    "Read a case through and say what is wrong with it; never raises for the case's own faults."
-    check, ids = Check(case), {}
+    "Read a case through and report what is wrong with it; never raises for the case's own faults."
+    check = Check(case)
     try:
         parts = read_parts(case, channels, resample)
-        first = parts["images"][0]
-        check.shape, check.spacing = first.shape, first.spacing
-        for v in parts["images"]: intensity.apply(v.data); check.ranges[v.name or "image"] = tuple(float(q) for q in np.percentile(v.data, (1, 99)))
-        for note in first.notes: check.say("", note, fatal=False)
-        if parts["label"] is None: raise UserError("has no label, so it can be predicted but not be learned from")
-        data = parts["label"].data
-        ids = label_ids(np.maximum(data, 0))  # −1 is what a moved mask did not reach
-        if table is not None: table.encode(np.maximum(data, 0))
-        if resample and (n := int((data < 0).sum())): check.say("label", f"{n:,} of {data.size:,} voxels lie outside of the mask's own grid and are unknown", fatal=False)
-    except UserError as e:
-        text = getattr(e, "reason", str(e))
-        for file in getattr(case, "files", {}).values(): text = text.replace(f"{file.parent}{os.sep}", "")
-        check.say("", text)
-    return check, ids
+        _inspect_images(check, parts["images"], intensity)
+        return check, _inspect_label(check, parts["label"], resample, table)
+    except UserError as e: check.fail(e)
+    return check, {}
 
 
 def inspect_all(
@@ -149,18 +186,33 @@ def inspect_all(
     **kw,  # of `inspect_labelled`
 ) -> list:  # of (`Check`, {id: voxels}), in the order of the cases
     "Inspect many cases."
-    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool: return list(pool.map(lambda c: inspect_labelled(c, **kw), cases))
+    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda c: inspect_labelled(c, **kw), cases))
+
+# %% ../../nbs/data/12_labelled.ipynb #ac0d4c19
+def _occurrence(where, n, cases):
+    "In how many of n cases each label occurs, as a sentence; label → cases that hold it."
+    counts = sorted({len(w) for w in where.values()}, reverse=True)
+    of = lambda k: ", ".join(name for name, w in where.items() if len(w) == k)
+    parts = (f"in {'all' if k == n else k or 'none'}: {of(k)}" for k in counts)
+    return f"labels in {n} {cases}: " + "; ".join(parts)
 
 
+def _rare(label, where, n, cases):
+    "What a label in one case or in none means, as a sentence."
+    if not where: return f"label {label} is in none of the {n} {cases}: it cannot be learned"
+    return (f"label {label} is in one of the {n} {cases} alone, {where[0]}: "
+            "what is learned of it is learned of that one")
+
+# %% ../../nbs/data/12_labelled.ipynb #b309cb3d
 def label_notes(
     ids:dict,  # case → its ids
     table:LabelTable,
     kind:str="",  # of the cases, as in "training "
 ) -> list:  # of (level, sentence): "info", or "warning" for a label that is in one case or in none
     "In how many cases each label occurs."
-    cases = f"{kind}case{'s' * (len(ids) != 1)}"
-    names, n = [f"{i} {table.names.get(i, '')}".strip() for i in table.ids[1:]], len(ids)
-    where = [[c for c, found in ids.items() if i in found] for i in table.ids[1:]]
-    counts = sorted({len(w) for w in where}, reverse=True)
-    said = [("info", f"labels in {n} {cases}: " + "; ".join(f"in {'all' if k == n else k or 'none'}: " + ", ".join(name for name, w in zip(names, where) if len(w) == k) for k in counts))]
-    return said + [("warning", f"label {name} is in {f'one of the {n} {cases} alone, {w[0]}: what is learned of it is learned of that one' if w else f'none of the {n} {cases}: it cannot be learned'}") for name, w in zip(names, where) if len(w) < min(2, n)]
+    n, cases = len(ids), f"{kind}case{'s' * (len(ids) != 1)}"
+    name = lambda i: f"{i} {table.names.get(i, '')}".strip()
+    where = {name(i): [c for c, found in ids.items() if i in found] for i in table.ids[1:]}
+    rare = [_rare(label, w, n, cases) for label, w in where.items() if len(w) < min(2, n)]
+    return [("info", _occurrence(where, n, cases)), *(("warning", text) for text in rare)]

@@ -6,16 +6,17 @@
 __all__ = ['SPLITS', 'PARTS', 'FilePair', 'PhantomPair', 'find_pairs', 'LoadedPair', 'load_pair']
 
 # %% ../../nbs/data/08_pair_files.ipynb #e206ebe7
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from fastcore.basics import patch
 
-from ..core import UnknownName, UserError, derive_seed
+from ..core import CaseFault, UnknownName, UserError, derive_seed
 from .blur import known_depth
-from .cases import _folders
+from .cases import _folders, phantom_name
 from .images import NIFTI, RASTER, TIFF, Image, is_volume, read_any
-from .modalities import CaseFault
 from .volume import Volume, same_grid
 from ..phantoms import MODALITIES, _positions, brain, smooth_field
 
@@ -26,45 +27,57 @@ class FilePair:
     name:str  # unique within a data set
     sharp:Path = None  # None: unknown, as in prediction
     blur:Path = None  # None: to be made from the sharp one
-    depth:Path = None
+    depth:Path = None  # None: there is none
     fault:str = ""  # why it cannot be used whatever its files hold; "": nothing known
 
     @property
-    def files(self) -> dict: "Part → Path, of those that are there."; return {k: v for k in ("sharp", "blur", "depth") if (v := getattr(self, k))}
+    def files(self) -> dict:
+        "Part → Path, of those that are there."
+        every = dict(sharp=self.sharp, blur=self.blur, depth=self.depth)
+        return {k: v for k, v in every.items() if v}
 
     @property
     def modalities(self) -> tuple: "The parts that are there."; return tuple(self.files)
 
-    @property
-    def dims(self) -> int: "3 for volumes, 2 for images, by the files' names."; return 3 if any(map(is_volume, self.files.values())) else 2
+# %% ../../nbs/data/08_pair_files.ipynb #57ab05f1
+@patch(as_prop=True)
+def dims(self:FilePair) -> int:
+    "3 for volumes, 2 for images, by the files' names."
+    return 3 if any(map(is_volume, self.files.values())) else 2
 
-    def read(self) -> dict:
-        "Its parts; raises `UserError` where a file is unsound."
-        made = {k: read_any(p, finite=k != "depth") for k, p in self.files.items()}
-        return dict(sharp=made.get("sharp"), blur=made.get("blur"), depth=made["depth"].data if "depth" in made else None)
+
+@patch
+def read(self:FilePair) -> dict:  # sharp and blur: `Image`, `Volume` or None; depth: array or None
+    "Its parts; raises `UserError` where a file is unsound."
+    parts = dict(sharp=None, blur=None, depth=None) | {k: read_any(p, finite=k != "depth") for k,
+                                                       p in self.files.items()}
+    if parts["depth"] is not None: parts["depth"] = parts["depth"].data
+    return parts
 
 # %% ../../nbs/data/08_pair_files.ipynb #3121ff40
 class PhantomPair:
-    "A synthetic brain, or a slice of one, as a sharp picture."
+    "A synthetic brain, or a slice of one, as a sharp picture; raises `UserError` for a size of neither."
 
     def __init__(self,
         seed:int,  # of anatomy, contrast, slice and depth
         size=(64, 64, 64),  # (z, y, x) voxels or (y, x) pixels, each ≥ 8
         depth:bool=False,  # with a depth map
     ):
-        self.seed, self.size, self.with_depth, self.fault = seed, tuple(size), depth, ""
-        if len(self.size) not in (2, 3): raise UserError(f"size {self.size} must be (z, y, x) or (y, x)")
-        self.name, self.dims = f"phantom-{seed:04}" if seed < 10_000 else f"phantom-{seed % 16**8:08x}", len(self.size)
+        self.seed, self.size, self.with_depth = seed, tuple(size), depth
+        self.name, self.dims, self.fault = phantom_name(seed), len(self.size), ""
         self.modalities = ("sharp", "depth") if depth else ("sharp",)
+        if self.dims not in (2, 3): raise UserError(f"size {self.size} must be (z, y, x) or (y, x)")
 
     def read(self) -> dict:
         "Its parts, made anew each time."
         rng, size = np.random.default_rng(derive_seed(self.seed, "pair")), (8,) * (3 - self.dims) + self.size
-        made, contrast, level = brain(self.seed, size, noise=0, bias=0), MODALITIES[rng.integers(4)], int(rng.integers(3, 6))
+        contrast, level = MODALITIES[rng.integers(4)], int(rng.integers(3, 6))
+        made, flat = brain(self.seed, size, noise=0, bias=0), self.dims == 2
         data = made.clean[contrast]
-        sharp = Volume(data, made.affine, contrast) if self.dims == 3 else Image(data[level], contrast)
         depth = np.exp(0.7 * smooth_field(rng, _positions(size), 5)) if self.with_depth else None
-        return dict(sharp=sharp, blur=None, depth=depth if depth is None or self.dims == 3 else depth[level])
+        if flat:
+            return dict(sharp=Image(data[level], contrast), blur=None, depth=None if depth is None else depth[level])
+        return dict(sharp=Volume(data, made.affine, contrast), blur=None, depth=depth)
 
 # %% ../../nbs/data/08_pair_files.ipynb #8f0be4bd
 SPLITS, PARTS = ("train", "val", "test"), ("sharp", "blur", "depth")
@@ -79,22 +92,39 @@ def _stem(path):
 def _files(folder, pattern):
     "stem → paths of the images and volumes below a folder; hidden ones are left out."
     found = {}
-    for _, files in _folders(folder):
-        for p in files:
-            if p.name.lower().endswith(RASTER + TIFF + NIFTI) and p.relative_to(folder).match(pattern): found.setdefault(_stem(p.relative_to(folder)), []).append(p)
+    for p in (p for _, files in _folders(folder) for p in files):
+        inside = p.relative_to(folder)
+        if p.name.lower().endswith(RASTER + TIFF + NIFTI) and inside.match(pattern):
+            found.setdefault(_stem(inside), []).append(p)
     return found
+
+# %% ../../nbs/data/08_pair_files.ipynb #e1c0637c
+def _part_files(folder, pattern):
+    "part → {stem: paths} of one folder of parts, or of sharp files."
+    parts = [p for p in PARTS if (folder / p).is_dir()]
+    if parts == ["depth"]:
+        raise UserError(f"{folder} holds depth but neither sharp nor blur beside it; put the images into sharp/")
+    if not parts: return {"sharp": _files(folder, pattern)}
+    return {p: _files(folder / p, pattern) for p in parts}
+
+
+def _pair_fault(here, parts):
+    "Why the files of one name are no pair, or an empty text; part → its paths."
+    faults = [f"several {p} files of one name: {', '.join(q.name for q in f)}; keep one"
+              for p, f in here.items() if len(f) > 1]
+    if missing := [p for p in parts if p not in here]:
+        name = next(iter(here.values()))[0].name
+        faults.append(f"{'/'.join(here)} {name} has no partner in {' and '.join(missing)}; add it or remove the file")
+    return "; ".join(faults)
 
 
 def _pairs(folder, prefix, pattern):
     "The pairs in one folder of parts, or of sharp files."
-    parts = [p for p in PARTS if (folder / p).is_dir()]
-    if parts == ["depth"]: raise UserError(f"{folder} holds depth but neither sharp nor blur beside it; put the images into sharp/")
-    found = {p: _files(folder / p, pattern) for p in parts} if {"sharp", "blur"} & {*parts} else {"sharp": _files(folder, pattern)}
+    found = _part_files(folder, pattern)
     for key in sorted(set().union(*found.values())):
         here = {p: f[key] for p, f in found.items() if key in f}
-        faults = [f"several {p} files of one name: {', '.join(q.name for q in f)}; keep one" for p, f in here.items() if len(f) > 1]
-        if missing := [p for p in found if p not in here]: faults.append(f"{'/'.join(here)} {next(iter(here.values()))[0].name} has no partner in {' and '.join(missing)}; add it or remove the file")
-        yield FilePair(prefix + key.replace("/", "_"), **{p: f[0] for p, f in here.items()}, fault="; ".join(faults))
+        paths = {p: f[0] for p, f in here.items()}
+        yield FilePair(prefix + key.replace("/", "_"), **paths, fault=_pair_fault(here, found))
 
 # %% ../../nbs/data/08_pair_files.ipynb #bc66cff5
 def _split_folders(root):
@@ -103,11 +133,53 @@ def _split_folders(root):
     paired = [d for d in below if (root / d / "sharp").is_dir() or (root / d / "blur").is_dir()]
     for d in paired:
         if d not in SPLITS: raise UnknownName(f"split folder in {root}", d, SPLITS)
-    if (paired or "train" in below) and {"sharp", "blur"} & {*below}: raise UserError(f"{root} holds both split folders and a folder of pairs ({', '.join(below)}); keep one of the two layouts")
-    if paired and "train" not in below: raise UserError(f"{root} holds {', '.join(paired)} but no train; add train/, or give the folder of pairs itself")
-    return [s for s in SPLITS if s in below] if "train" in below else []
+    if (paired or "train" in below) and {"sharp", "blur"} & {*below}:
+        raise UserError(f"{root} holds both split folders and a folder of pairs ({', '.join(below)}); "
+                        "keep one of the two layouts")
+    if "train" in below: return [s for s in SPLITS if s in below]
+    if paired:
+        raise UserError(f"{root} holds {', '.join(paired)} but no train; add train/, or give the folder of "
+                        "pairs itself")
+    return []
+
+# %% ../../nbs/data/08_pair_files.ipynb #527937c4
+def _refuse_capitals(root):
+    "Raise for a folder whose name means a split or a part but for its case of letters."
+    for d in (*root.glob("*/"), *root.glob("*/*/")):
+        if d.name != d.name.lower() in (*SPLITS, *PARTS):
+            raise UserError(f"{d} must be called {d.name.lower()!r}, in lower case, to be taken for what "
+                            "its name says; "
+                            "rename it")
 
 
+def _layout(root, pattern):
+    "Split, or \"all\", → its pairs."
+    if root.is_file():
+        known = root.name.lower().endswith(RASTER + TIFF + NIFTI)
+        return dict(all=[FilePair(_stem(Path(root.name)), sharp=root)] if known else [])
+    if splits := _split_folders(root): return {s: list(_pairs(root / s, f"{s}_", pattern)) for s in splits}
+    return dict(all=list(_pairs(root, "", pattern)))
+
+# %% ../../nbs/data/08_pair_files.ipynb #137204f8
+def _refuse_half_blurred(root, found):
+    "Raise where some splits have blurred files and others have none."
+    blurred = {s: any(p.blur for p in ps) for s, ps in found.items() if ps}
+    if len({*blurred.values()}) < 2: return
+    which = lambda has: ", ".join(s for s, b in blurred.items() if b == has)
+    raise UserError(f"{root}: {which(True)} has blurred files and {which(False)} has none; give them to "
+                    "all, or to none")
+
+
+def _refuse_mixture(root, pairs):
+    "Raise where images lie with volumes, or two pairs get one name."
+    files = {is_volume(f): f for p in pairs for f in p.files.values()}
+    if len(files) > 1:
+        raise UserError(f"{root} mixes images and volumes, such as {files[False].name} and {files[True].name}; "
+                        "give each kind a folder of its own, or a pattern")
+    twice = [n for n, k in Counter(p.name for p in pairs).items() if k > 1]
+    if twice: raise UserError(f"two files in {root} get the name {twice[0]!r} once '/' is '_'; rename one")
+
+# %% ../../nbs/data/08_pair_files.ipynb #3fc7cd67
 def find_pairs(
     root,  # a folder in one of the layouts above, or one file
     pattern:str="*",  # of the files' names, or of the end of their paths, such as "*-t1n.nii.gz"
@@ -115,18 +187,15 @@ def find_pairs(
     "Find pairs, sorted by name; raises `UserError` where there is none, and for images mixed with volumes."
     root = Path(root).expanduser()
     if not root.exists(): raise UserError(f"{root} does not exist; give a folder of images or volumes")
-    for d in (d for d in (*root.glob("*/"), *root.glob("*/*/")) if d.name != d.name.lower() in (*SPLITS, *PARTS)): raise UserError(f"{d} must be called {d.name.lower()!r}, in lower case, to be taken for what its name says; rename it")
-    if root.is_file(): found = dict(all=[FilePair(_stem(Path(root.name)), sharp=root)] if root.name.lower().endswith(RASTER + TIFF + NIFTI) else [])
-    elif splits := _split_folders(root): found = {s: list(_pairs(root / s, f"{s}_", pattern)) for s in splits}
-    else: found = dict(all=list(_pairs(root, "", pattern)))
+    _refuse_capitals(root)
+    found = _layout(root, pattern)
     pairs = [p for ps in found.values() for p in ps]
-    if not pairs: raise UserError(f"no image or volume {'' if pattern == '*' else f'named {pattern!r} '}in {root}; looked for {', '.join(RASTER + TIFF + NIFTI)}, also in blur, sharp and depth")
-    blurred = {s: any(p.blur for p in ps) for s, ps in found.items() if ps}
-    if len({*blurred.values()}) > 1: raise UserError(f"{root}: {', '.join(s for s, b in blurred.items() if b)} has blurred files and {', '.join(s for s, b in blurred.items() if not b)} has none; give them to all, or to none")
-    files = {is_volume(f): f for p in pairs for f in p.files.values()}
-    if len(files) > 1: raise UserError(f"{root} mixes images and volumes, such as {files[False].name} and {files[True].name}; give each kind a folder of its own, or a pattern")
-    names = [p.name for p in pairs]
-    if len({*names}) < len(names): raise UserError(f"two files in {root} get the name {next(n for n in names if names.count(n) > 1)!r} once '/' is '_'; rename one")
+    if not pairs:
+        named = "" if pattern == "*" else f"named {pattern!r} "
+        raise UserError(f"no image or volume {named}in {root}; looked for {', '.join(RASTER + TIFF + NIFTI)}, also in "
+                        "blur, sharp and depth")
+    _refuse_half_blurred(root, found)
+    _refuse_mixture(root, pairs)
     return found
 
 # %% ../../nbs/data/08_pair_files.ipynb #7aa1975a
@@ -137,7 +206,7 @@ class LoadedPair:
     sharp:np.ndarray  # (n, *space) float32; None: unknown
     blur:np.ndarray  # (n, *space) float32; None: to be made
     depth:np.ndarray  # (n, *space) float32, as read; None: there is none
-    spacing:tuple  # of the frames' axes
+    spacing:tuple  # of the frames' axes, mm; 1 for images
     like:object  # the input's `Image` or `Volume`, its data taken out: its place and type
 
     @property
@@ -145,34 +214,57 @@ class LoadedPair:
         "Bytes of its arrays, for the cache."
         return sum(a.nbytes for a in (self.sharp, self.blur, self.depth) if a is not None)
 
+# %% ../../nbs/data/08_pair_files.ipynb #9560d23b
+def _refuse_mismatch(sharp, blurred):
+    "Raise where a sharp and a blurred picture do not show the same place."
+    if type(sharp) is not type(blurred): raise UserError("pairs an image with a volume; both must be of one kind")
+    if sharp.shape != blurred.shape:
+        raise UserError(f"blur {blurred.shape} and sharp {sharp.shape} differ in shape; register and resample them")
+    differ = same_grid(sharp, blurred) if isinstance(sharp, Volume) else None
+    if differ: raise UserError(f"{differ}; register and resample them")
 
-def _consistent(parts):
-    "Raise `UserError` where the parts do not fit together or hold nothing to learn from."
-    sharp, blurred, depth = parts["sharp"], parts["blur"], parts["depth"]
-    first = blurred if blurred is not None else sharp
-    if first is None: raise UserError("has neither a sharp nor a blurred file")
-    if sharp is not None and type(sharp) is not type(first): raise UserError("pairs an image with a volume; both must be of one kind")
-    if sharp is not None and blurred is not None:
-        if sharp.shape != blurred.shape: raise UserError(f"blur {blurred.shape} and sharp {sharp.shape} differ in shape; register and resample them")
-        if isinstance(sharp, Volume) and (differ := same_grid(sharp, blurred)): raise UserError(f"{differ}; register and resample them")
-    for what, x in (("sharp", sharp), ("blur", blurred)):
-        if x is not None and x.data.min() == x.data.max(): raise UserError(f"{what} is constant ({x.data.min():g} everywhere); there is nothing to restore")
-    if depth is not None and depth.shape != first.shape: raise UserError(f"depth {depth.shape} and image {first.shape} differ in shape; resample the depth")
-    if depth is not None and not (known_depth(depth) & np.isfinite(depth)).any(): raise UserError("depth: none of its values is positive and finite")
+
+def _refuse_depth(depth, shape):
+    "Raise for a depth map of another shape, or without a known value."
+    if depth.shape != shape:
+        raise UserError(f"depth {depth.shape} and image {shape} differ in shape; resample the depth")
+    if not (known_depth(depth) & np.isfinite(depth)).any():
+        raise UserError("depth: none of its values is positive and finite")
+
+
+def _refuse_parts(parts):
+    "Raise where the parts do not fit together or hold nothing to learn from."
+    pictures = {k: parts[k] for k in ("sharp", "blur") if parts[k] is not None}
+    if not pictures: raise UserError("has neither a sharp nor a blurred file")
+    if len(pictures) == 2: _refuse_mismatch(parts["sharp"], parts["blur"])
+    for part, x in pictures.items():
+        low = x.data.min()
+        if low == x.data.max(): raise UserError(f"{part} is constant ({low:g} everywhere); there is nothing to restore")
+    if parts["depth"] is not None: _refuse_depth(parts["depth"], [*pictures.values()][-1].shape)
 
 # %% ../../nbs/data/08_pair_files.ipynb #eee96034
+def _read_parts(pair, spatial_dims, depth):
+    "The parts of a pair; raises `CaseFault` where they do not fit together or the job."
+    if pair.fault: raise CaseFault(pair.name, pair.fault)
+    if spatial_dims > pair.dims:
+        raise CaseFault(pair.name, "is a 2D image; a 3D job needs volumes (NIfTI): use spatial_dims=2")
+    try: _refuse_parts(parts := pair.read())
+    except UserError as e: raise CaseFault(pair.name, str(e)) from e
+    if depth and parts["depth"] is None:
+        raise CaseFault(pair.name, "has no depth map; put it into a folder depth beside sharp")
+    return parts
+
+
 def load_pair(
     pair,  # anything with name, dims and read
     spatial_dims:int,  # 2 or 3; 2 takes volumes as their axial slices
     depth:bool=False,  # a depth map is needed
 ) -> LoadedPair:
     "Read a pair; raises `CaseFault`."
-    if pair.fault: raise CaseFault(pair.name, pair.fault)
-    if spatial_dims > pair.dims: raise CaseFault(pair.name, "is a 2D image; a 3D job needs volumes (NIfTI): use spatial_dims=2")
-    try: _consistent(parts := pair.read())
-    except UserError as e: raise CaseFault(pair.name, str(e)) from e
-    if depth and parts["depth"] is None: raise CaseFault(pair.name, "has no depth map; put it into a folder depth beside sharp")
-    frames = lambda x: None if x is None else np.asarray(x if spatial_dims < pair.dims else x[None], np.float32)
+    parts = _read_parts(pair, spatial_dims, depth)
     like = parts["blur"] if parts["blur"] is not None else parts["sharp"]
-    sharp, blurred = (frames(parts[k].data if parts[k] is not None else None) for k in ("sharp", "blur"))
-    return LoadedPair(pair.name, sharp, blurred, frames(parts["depth"]), like.spacing[-spatial_dims:], replace(like, data=np.broadcast_to(np.float32(0), like.data.shape)))
+    arrays = [None if x is None else x.data for x in (parts["sharp"], parts["blur"])]
+    frames = lambda x: None if x is None else np.asarray(x if spatial_dims < pair.dims else x[None], np.float32)
+    sharp, blurred, far = map(frames, (*arrays, parts["depth"]))
+    hollow = replace(like, data=np.broadcast_to(np.float32(0), like.data.shape))
+    return LoadedPair(pair.name, sharp, blurred, far, like.spacing[-spatial_dims:], hollow)

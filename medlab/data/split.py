@@ -8,9 +8,11 @@ __all__ = ['patient_of', 'Split', 'split_cases']
 # %% ../../nbs/data/03_split.ipynb #8563b942
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import torch
+from fastcore.basics import patch
 
 from ..core import UserError, generator
 
@@ -22,48 +24,65 @@ def patient_of(
     m = re.match(r"(BraTS.*[-_]\d{4,})-\d{3}$|(.*?sub-[A-Za-z0-9]+)_ses-", name)
     return m[1] or m[2] if m else name
 
-
+# %% ../../nbs/data/03_split.ipynb #12b6c410
 @dataclass
 class Split:
-    "Which cases are trained on, watched while training, and kept for the end."
+    "Which cases are trained on, watched while training, and kept for the end; raises `UserError` for a name twice."
     train:list  # names
-    val:list
-    test:list
-    seed:int
-    note:str = ""  # what a small data set made impossible
+    val:list  # names
+    test:list  # names
+    seed:int  # of the run
+    note:str = ""  # what a small data set made impossible; "": nothing
 
     def __post_init__(self):
-        names = [*self.train, *self.val, *self.test]
-        if len(set(names)) < len(names): raise UserError(f"a case is in the split twice: {sorted({n for n in names if names.count(n) > 1})}; each belongs to one part")
+        twice = sorted(n for n, k in Counter(self.names).items() if k > 1)
+        if twice: raise UserError(f"a case is in the split twice: {twice}; each belongs to one part")
 
     @property
-    def shown(self) -> list:
-        "The cases that results are shown on: those held out, or those trained on where none is."
-        return [*self.val, *self.test] or self.train
+    def names(self) -> list:
+        "The cases of all parts."
+        return [*self.train, *self.val, *self.test]
 
-    def among(self,
-        sound,  # names of the cases that can be used now
-        root,  # where they lie, for the message
-    ) -> "Split":  # itself
-        "Raises `UserError` where a case of the split is not there any more."
-        gone = sorted({*self.train, *self.val, *self.test} - {*sound})
-        if gone: raise UserError(f"{len(gone)} cases of the stored split are not among the sound ones of {root!r} any more: {', '.join(gone[:5])}; put them back, or start a new run")
-        return self
+# %% ../../nbs/data/03_split.ipynb #86a80c0b
+@patch(as_prop=True)
+def shown(self:Split) -> list:  # names
+    "The cases that results are shown on: those held out, or those trained on where none is."
+    return [*self.val, *self.test] or self.train
 
-    def some(self,
-        cases=None,  # how many of `shown`, or names; None: all of `shown`
-    ) -> list:
-        "The cases that are meant."
-        return self.shown[:cases] if cases is None or isinstance(cases, int) else list(cases)
 
-    def to_json(self) -> str:
-        "The split as text, to be kept with a run."
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+@patch
+def some(self:Split,
+    cases=None,  # how many of `shown`, or names; None: all of `shown`
+) -> list:  # names
+    "The cases that are meant."
+    return self.shown[:cases] if cases is None or isinstance(cases, int) else list(cases)
 
-    @classmethod
-    def from_json(cls, text):
-        "The split that `to_json` wrote."
-        return cls(**json.loads(text))
+# %% ../../nbs/data/03_split.ipynb #5ef7effa
+@patch
+def among(self:Split,
+    sound,  # names of the cases that can be used now
+    root,  # where they lie, for the message
+) -> Split:  # itself
+    "Raises `UserError` where a case of the split is not there any more."
+    gone = sorted({*self.names} - {*sound})
+    if gone:
+        raise UserError(f"{len(gone)} cases of the stored split are not among the sound ones of {root!r} any more: "
+                        f"{', '.join(gone[:5])}; put them back, or start a new run")
+    return self
+
+
+@patch
+def to_json(self:Split) -> str:
+    "The split as text, to be kept with a run."
+    return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+
+
+@patch(cls_method=True)
+def from_json(cls:Split,
+    text:str,  # of `to_json`
+) -> Split:
+    "The split that `to_json` wrote."
+    return cls(**json.loads(text))
 
 # %% ../../nbs/data/03_split.ipynb #a7279e9a
 def _parts(n, val, test):
@@ -73,22 +92,33 @@ def _parts(n, val, test):
     return n - n_val - n_test, n_val, n_test
 
 
+def _draw(patients, seed, val, test):
+    "patient → 0 (train), 1 (val) or 2 (test)"
+    order = torch.randperm(len(patients), generator=generator(seed, "split")).tolist()
+    n_train, n_val, _ = _parts(len(patients), val, test)
+    return {patients[i]: 0 if k < n_train else 1 if k < n_train + n_val else 2 for k, i in enumerate(order)}
+
+
+def _empty_note(patients, **parts):
+    "Which parts that were asked for stay empty, as a sentence; part → (share, names)."
+    empty = [w for w, (share, names) in parts.items() if share and not names]
+    if not empty: return ""
+    return f"{patients} patient{'s' * (patients > 1)} only: {' and '.join(empty)} stay{'s' * (len(empty) == 1)} empty"
+
+# %% ../../nbs/data/03_split.ipynb #7d4e4622
 def split_cases(
     names,  # names of the sound cases
     seed:int,  # of the run
-    val:float=0.15,  # share of patients, 0: none
-    test:float=0.15,  # share of patients, 0: none
+    val:float=0.15,  # share of patients, in [0, 1); 0: none
+    test:float=0.15,  # share of patients, in [0, 1); 0: none
     group=patient_of,  # name → patient; cases of one patient stay together
 ) -> Split:
     "Split by patient, train never empty; raises `UserError` for doubled names or impossible shares."
     names = sorted(map(str, names))
     if not names: raise UserError("no case to split; at least one sound case is needed")
-    if not (0 <= val and 0 <= test and val + test < 1): raise UserError(f"shares val={val}, test={test} must be ≥ 0 and sum to less than 1")
+    if not (0 <= val and 0 <= test and val + test < 1):
+        raise UserError(f"shares val={val}, test={test} must be ≥ 0 and sum to less than 1")
     patients = sorted({group(n) for n in names})
-    order = torch.randperm(len(patients), generator=generator(seed, "split")).tolist()
-    n_train, n_val, _ = _parts(len(patients), val, test)
-    part = {patients[i]: 0 if k < n_train else 1 if k < n_train + n_val else 2 for k, i in enumerate(order)}
+    part = _draw(patients, seed, val, test)
     lists = [[n for n in names if part[group(n)] == p] for p in range(3)]
-    empty = [w for w, share, l in (("val", val, lists[1]), ("test", test, lists[2])) if share and not l]
-    note = f"{len(patients)} patient{'s' * (len(patients) > 1)} only: {' and '.join(empty)} stay{'s' * (len(empty) == 1)} empty" if empty else ""
-    return Split(*lists, seed, note)
+    return Split(*lists, seed, _empty_note(len(patients), val=(val, lists[1]), test=(test, lists[2])))

@@ -14,12 +14,13 @@ import os
 import threading
 import uuid
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import torch
+from fastcore.basics import patch
 from nibabel import orientations
 from nibabel.affines import apply_affine, voxel_sizes
 from nibabel.wrapstruct import WrapStructError
@@ -51,23 +52,11 @@ class Volume:
 
     def __post_init__(self):
         object.__setattr__(self, "affine", np.asarray(self.affine, np.float64))
-        if self.data.ndim not in (3, 4): raise UserError(f"{self.name or 'volume'} has shape {self.data.shape}; (z, y, x) or (c, z, y, x) is needed")
-        if self.affine.shape != (4, 4): raise UserError(f"{self.name or 'volume'} has an affine of shape {self.affine.shape}; (4, 4) is needed")
-
-    @property
-    def shape(self) -> tuple:
-        "Voxels (z, y, x), without the channel."
-        return tuple(self.data.shape[-3:])
-
-    @property
-    def spacing(self) -> tuple:
-        "Voxel size (z, y, x), mm."
-        return tuple(float(s) for s in voxel_sizes(self.affine)[::-1])
-
-    @property
-    def orientation(self) -> str:
-        "Where the axes x, y, z point: RAS after canonical reading."
-        return "".join(nib.aff2axcodes(self.affine))
+        name = self.name or "volume"
+        if self.data.ndim not in (3, 4):
+            raise UserError(f"{name} has shape {self.data.shape}; (z, y, x) or (c, z, y, x) is needed")
+        if self.affine.shape != (4, 4):
+            raise UserError(f"{name} has an affine of shape {self.affine.shape}; (4, 4) is needed")
 
     def __str__(self):
         size, step = "×".join(map(str, self.shape)), "×".join(f"{s:.4g}" for s in self.spacing)
@@ -75,21 +64,60 @@ class Volume:
 
     __repr__ = __str__
 
+# %% ../../nbs/data/00_volume.ipynb #d30506ad
+@patch(as_prop=True)
+def shape(self:Volume) -> tuple:
+    "Voxels (z, y, x), without the channel."
+    return tuple(self.data.shape[-3:])
+
+
+@patch(as_prop=True)
+def spacing(self:Volume) -> tuple:
+    "Voxel size (z, y, x), mm."
+    return tuple(float(s) for s in voxel_sizes(self.affine)[::-1])
+
+
+@patch(as_prop=True)
+def orientation(self:Volume) -> str:
+    "Where the axes x, y, z point: RAS after canonical reading."
+    return "".join(nib.aff2axcodes(self.affine))
+
 # %% ../../nbs/data/00_volume.ipynb #a33e622b
+def _unpacked(path, raw):
+    "The bytes of a gzip file; raises `UserError` where they are truncated or damaged."
+    again = "copy it again from its source"
+    try: return gzip.decompress(raw)
+    except EOFError as e:
+        raise UserError(f"{path}: is truncated: its gzip stream ends early after {len(raw):,} bytes; {again}") from e
+    except (OSError, zlib.error) as e: raise UserError(f"{path}: is damaged: gzip says {str(e)!r}; {again}") from e
+
+
 def _read_bytes(path):
-    if path.is_dir(): raise UserError(f"{path}: is a folder; a volume is one file, and a folder of DICOM slices is read by medlab.data.dicom.read_dicom")
+    "The whole of a file, decompressed; raises `UserError` where it cannot be read."
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; a volume is one file, and a folder of DICOM slices is read by "
+                        "medlab.data.dicom.read_dicom")
     try: raw = path.read_bytes()
     except OSError as e: raise UserError(f"{path}: cannot be read: {(e.strerror or str(e)).lower()}") from e
     if not raw: raise UserError(f"{path}: is empty (0 bytes); copy it again from its source")
-    if raw[:2] != b"\x1f\x8b": return raw
-    try: return gzip.decompress(raw)
-    except EOFError as e: raise UserError(f"{path}: is truncated: its gzip stream ends early after {len(raw):,} bytes; copy it again from its source") from e
-    except (OSError, zlib.error) as e: raise UserError(f"{path}: is damaged: gzip says {str(e)!r}; copy it again from its source") from e
+    return _unpacked(path, raw) if raw[:2] == b"\x1f\x8b" else raw
 
 # %% ../../nbs/data/00_volume.ipynb #e5f2395e
-_KINDS = {348: nib.Nifti1Image, 540: nib.Nifti2Image}  # size of the header, the first number in the file → nibabel's class
+# size of the header, the first number in the file → nibabel's class
+_KINDS = {348: nib.Nifti1Image, 540: nib.Nifti2Image}
 
 
+def _kind(path, raw):
+    "nibabel's class for a file's bytes; raises `UserError` for what is no NIfTI."
+    first = [int.from_bytes(raw[:4], order) for order in ("little", "big")]
+    kinds = [c for size, c in _KINDS.items() if size in first]
+    if kinds: return kinds[0]
+    if raw[128:132] == b"DICM":
+        raise UserError(f"{path}: is a DICOM file; give it, or the folder of its series, to "
+                        "medlab.data.dicom.read_dicom")
+    raise UserError(f"{path}: is no NIfTI file; medlab reads .nii, .nii.gz and DICOM (convert others with nibabel)")
+
+# %% ../../nbs/data/00_volume.ipynb #46ecb4a8
 class _Quiet(threading.local):
     "Whether this thread is reading a file."
     on = False
@@ -97,64 +125,97 @@ class _Quiet(threading.local):
 
 _quiet = _Quiet()
 nib.imageglobals.logger.addFilter(lambda record: not _quiet.on)
+_BROKEN = (WrapStructError, nib.spatialimages.HeaderDataError, nib.filebasedimages.ImageFileError, ValueError, KeyError)
 
 
-def _open(path):
-    raw = _read_bytes(path)
-    cls = next((c for n, c in _KINDS.items() for order in ("little", "big") if int.from_bytes(raw[:4], order) == n), None)
-    if cls is None and raw[128:132] == b"DICM": raise UserError(f"{path}: is a DICOM file; give it, or the folder of its series, to medlab.data.dicom.read_dicom")
-    if cls is None: raise UserError(f"{path}: is no NIfTI file; medlab reads .nii, .nii.gz and DICOM (convert others with nibabel)")
+def _parsed(path, raw, cls):
+    "(nibabel's image, bytes that its header promises); raises `UserError` for a damaged header."
     try:
         _quiet.on = True
         image = cls.from_bytes(raw)
-        need = int(image.dataobj.offset) + math.prod(image.shape) * image.get_data_dtype().itemsize
-    except (WrapStructError, nib.spatialimages.HeaderDataError, nib.filebasedimages.ImageFileError, ValueError, KeyError) as e:
+        return image, int(image.dataobj.offset) + math.prod(image.shape) * image.get_data_dtype().itemsize
+    except _BROKEN as e:
         raise UserError(f"{path}: has a damaged NIfTI header ({e}); copy it again from its source") from e
     finally: _quiet.on = False
-    if min(image.shape, default=0) < 1: raise UserError(f"{path}: its header gives the shape {image.shape}; every axis needs at least one voxel")
-    if len(raw) < need: raise UserError(f"{path}: is truncated: it holds {len(raw):,} of {need:,} bytes; copy it again from its source")
-    return image, cls.header_class(raw[:cls.header_class.sizeof_hdr], check=False)["pixdim"][1:4]
+
+# %% ../../nbs/data/00_volume.ipynb #1e592154
+def _open(path):
+    "(nibabel's image, voxel sizes as the header has them, before any correction)"
+    raw = _read_bytes(path)
+    cls = _kind(path, raw)
+    image, need = _parsed(path, raw, cls)
+    if min(image.shape, default=0) < 1:
+        raise UserError(f"{path}: its header gives the shape {image.shape}; every axis needs at least one voxel")
+    if len(raw) < need:
+        raise UserError(f"{path}: is truncated: it holds {len(raw):,} of {need:,} bytes; copy it again from its source")
+    header = cls.header_class(raw[:cls.header_class.sizeof_hdr], check=False)
+    return image, header["pixdim"][1:4]
 
 # %% ../../nbs/data/00_volume.ipynb #64db4e08
+def _refuse_values(path, dtype):
+    "Raise for values that are no real numbers."
+    if dtype.kind in "iuf": return
+    kind = "complex numbers" if dtype.kind == "c" else "colours (RGB)"
+    raise UserError(f"{path}: holds {kind}; one real number per voxel is needed: save its magnitude or one channel")
+
+
+def _refuse_affine(path, affine):
+    "Raise for an affine that flattens space, lies kilometres away, or is not finite."
+    axes = affine[:3, :3]
+    if np.isfinite(affine).all() and np.abs(affine).max() <= 1e6 and np.linalg.cond(axes) <= 1e4: return
+    raise UserError(f"{path}: has an affine that is singular, absurd or not finite ({axes.tolist()}); "
+                    "repair its sform or qform")
+
+
 def _refuse_odd(path, image):
-    shape, dtype = image.shape, image.get_data_dtype()
+    "The shape (x, y, z) of a single volume; raises `UserError` for what is none."
+    shape = image.shape
     while len(shape) > 3 and shape[-1] == 1: shape = shape[:-1]
     text = "×".join(map(str, image.shape))
-    if dtype.kind not in "iuf":
-        kind = "complex numbers" if dtype.kind == "c" else "colours (RGB)"
-        raise UserError(f"{path}: holds {kind}; one real number per voxel is needed: save its magnitude or one channel")
-    if len(shape) < 3 or min(shape[:3]) == 1: raise UserError(f"{path}: is a 2D image ({text}); a volume needs at least two slices along each axis")
-    if len(shape) > 3: raise UserError(f"{path}: holds {shape[3]} volumes ({text}); one file holds one volume: save the wanted one alone")
-    axes = image.affine[:3, :3]
-    if not np.isfinite(image.affine).all() or np.abs(image.affine).max() > 1e6 or np.linalg.cond(axes) > 1e4:
-        raise UserError(f"{path}: has an affine that is singular, absurd or not finite ({axes.tolist()}); repair its sform or qform")
+    _refuse_values(path, image.get_data_dtype())
+    if len(shape) < 3 or min(shape[:3]) == 1:
+        raise UserError(f"{path}: is a 2D image ({text}); a volume needs at least two slices along each axis")
+    if len(shape) > 3:
+        raise UserError(f"{path}: holds {shape[3]} volumes ({text}); one file holds one volume: save the "
+                        "wanted one alone")
+    _refuse_affine(path, image.affine)
     return shape
 
 # %% ../../nbs/data/00_volume.ipynb #fd28fa51
-def _notes(header, sizes):
-    sform, qform = int(header["sform_code"]), int(header["qform_code"])
-    unit = {0: "mm", 1: "m", 2: "mm", 3: "µm"}.get(int(header["xyzt_units"]) & 7, "unknown")
-    if sform == qform == 0: yield f"no orientation stored (sform_code and qform_code are 0); read as {''.join(nib.aff2axcodes(header.get_best_affine()))} centred on the volume"
-    if sform == 0 and not (sizes != 0).all(): yield "no voxel size stored (pixdim is 0); read as 1 mm"
-    if unit != "mm": yield f"its spacing is stored in the unit {unit!r}; medlab read the numbers as mm"
-    if sform and qform:
-        try:
-            with np.errstate(all="ignore"): apart = _corner_distance(header.get_data_shape()[:3], header.get_sform(), header.get_qform())
-        except ValueError: apart = math.inf  # the quaternion is none
-        if not apart <= 1: yield f"sform and qform disagree by up to {apart:.3g} mm; the sform was used"
-
-
 def _corner_distance(shape, a, b):
+    "Largest distance, mm, between the corners of one box under two affines."
     corners = np.array(list(itertools.product(*((0, n - 1) for n in shape))))
     return float(np.linalg.norm(apply_affine(a, corners) - apply_affine(b, corners), axis=1).max())
 
+
+def _disagreement(header):
+    "Distance, mm, by which sform and qform of a header disagree; inf where the quaternion is none."
+    try:
+        with np.errstate(all="ignore"):
+            return _corner_distance(header.get_data_shape()[:3], header.get_sform(), header.get_qform())
+    except ValueError: return math.inf
+
+
+def _notes(header, sizes):
+    "What a header left open, a sentence each."
+    sform, qform = int(header["sform_code"]), int(header["qform_code"])
+    unit = {0: "mm", 1: "m", 2: "mm", 3: "µm"}.get(int(header["xyzt_units"]) & 7, "unknown")
+    if sform == qform == 0:
+        read = "".join(nib.aff2axcodes(header.get_best_affine()))
+        yield f"no orientation stored (sform_code and qform_code are 0); read as {read} centred on the volume"
+    if sform == 0 and not (sizes != 0).all(): yield "no voxel size stored (pixdim is 0); read as 1 mm"
+    if unit != "mm": yield f"its spacing is stored in the unit {unit!r}; medlab read the numbers as mm"
+    apart = _disagreement(header) if sform and qform else 0
+    if not apart <= 1: yield f"sform and qform disagree by up to {apart:.3g} mm; the sform was used"
+
 # %% ../../nbs/data/00_volume.ipynb #050af3f3
 def _refuse_nonfinite(path, data):
+    "Raise for NaN and Inf; the array is in the file's order (x, y, z)."
     if np.isfinite(data).all(): return
     nan, inf = int(np.isnan(data).sum()), int(np.isinf(data).sum())
     first = tuple(int(i) for i in np.argwhere(~np.isfinite(data))[0])
-    raise UserError(f"{path}: holds {nan:,} NaN and {inf:,} Inf among {data.size:,} voxels, the first at voxel (x, y, z) = {first} of the file; "
-                    "mend the step that made them")
+    raise UserError(f"{path}: holds {nan:,} NaN and {inf:,} Inf among {data.size:,} voxels, the first at voxel "
+                    f"(x, y, z) = {first} of the file; mend the step that made them")
 
 
 def read_volume(
@@ -169,33 +230,63 @@ def read_volume(
     with np.errstate(over="ignore"): data = image.get_fdata(dtype=np.float32, caching="unchanged").reshape(shape)
     if finite: _refuse_nonfinite(path, data)
     grid = Grid(tuple(shape), image.affine, image.header.binaryblock)
-    plain = nib.Nifti1Image(data, image.affine)
-    if canonical: plain = nib.as_closest_canonical(plain)
-    data = np.ascontiguousarray(np.asarray(plain.dataobj).T)
-    return Volume(data, plain.affine, path.name.removesuffix(".gz").removesuffix(".nii"), grid, tuple(_notes(image.header, sizes)))
+    turned = nib.Nifti1Image(data, image.affine)
+    if canonical: turned = nib.as_closest_canonical(turned)
+    name, notes = path.name.removesuffix(".gz").removesuffix(".nii"), tuple(_notes(image.header, sizes))
+    return Volume(np.ascontiguousarray(np.asarray(turned.dataobj).T), turned.affine, name, grid, notes)
 
 # %% ../../nbs/data/00_volume.ipynb #874053ab
 def _to_grid(volume):
     "The array in the order of its file, and a header that places it there."
-    data = volume.data.T  # (x, y, z)
-    if volume.grid is None: return data, volume.affine, None
-    grid = volume.grid
+    data, grid = volume.data.T, volume.grid  # (x, y, z)
+    if grid is None: return data, volume.affine, None
     turn = orientations.ornt_transform(nib.io_orientation(volume.affine), nib.io_orientation(grid.affine))
     back = volume.affine @ orientations.inv_ornt_aff(turn, data.shape)
     data = orientations.apply_orientation(data, turn)
     if data.shape != grid.shape or _corner_distance(data.shape, back, grid.affine) > 0.05 * min(volume.spacing):
-        raise UserError(f"{volume} does not lie on its file's grid ({'×'.join(map(str, grid.shape[::-1]))}, {grid.orientation}); "
+        size = "×".join(map(str, grid.shape[::-1]))
+        raise UserError(f"{volume} does not lie on its file's grid ({size}, {grid.orientation}); "
                         "use resample_to first, or write it with grid=None")
     return data, grid.affine, grid.header or None
 
 
 def _cast(data, dtype):
-    dtype = np.dtype(dtype)
-    if dtype.kind in "iu":
-        info, data = np.iinfo(dtype), np.rint(data)
-        if not (info.min <= data.min() and data.max() <= info.max):
-            raise UserError(f"values from {data.min():.6g} to {data.max():.6g} do not fit {dtype} ({info.min} to {info.max}); write a wider type")
-    return data.astype(dtype)
+    "The array in another type; integers are rounded, and must fit."
+    if dtype.kind not in "iu": return data.astype(dtype)
+    info, data = np.iinfo(dtype), np.rint(data)
+    low, high = data.min(), data.max()
+    if info.min <= low and high <= info.max: return data.astype(dtype)
+    raise UserError(f"values from {low:.6g} to {high:.6g} do not fit {dtype} ({info.min} to {info.max}); "
+                    "write a wider type")
+
+# %% ../../nbs/data/00_volume.ipynb #19f38b79
+def _write_whole(path, raw):
+    "Write a file that appears whole or not at all; raises `UserError` where it cannot be written."
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as f:
+            f.write(raw)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except OSError as e: raise UserError(f"{path}: cannot be written: {(e.strerror or str(e)).lower()}") from e
+    finally:
+        with contextlib.suppress(OSError): part.unlink()
+
+# %% ../../nbs/data/00_volume.ipynb #4c63d31b
+def _nifti(volume, path, dtype):
+    "nibabel's image of a volume on its file's own grid."
+    data, affine, raw = _to_grid(volume)
+    cls = _KINDS[len(raw)] if raw else nib.Nifti1Image
+    try: image = cls(_cast(data, dtype), affine, cls.header_class(raw) if raw else None, dtype=dtype)
+    except nib.spatialimages.HeaderDataError as e:
+        raise UserError(f"{path}: NIfTI cannot store {dtype}; use float32 or an integer type") from e
+    image.header.set_slope_inter(1, 0)
+    image.header["cal_min"] = image.header["cal_max"] = 0
+    image.header["descrip"] = b"medlab"
+    if not raw: image.header.set_xyzt_units("mm")
+    return image
 
 # %% ../../nbs/data/00_volume.ipynb #dbf77cd6
 def write_volume(
@@ -206,43 +297,35 @@ def write_volume(
     "Write a volume as NIfTI on its file's own grid; raises `UserError` where it does not lie on it."
     path = Path(path)
     if not path.name.endswith((".nii", ".nii.gz")): raise UserError(f"{path}: a NIfTI file ends in .nii or .nii.gz")
-    if volume.data.ndim != 3: raise UserError(f"{volume.name or 'volume'} has shape {volume.data.shape}; write one channel (z, y, x) at a time")
-    data, affine, header = _to_grid(volume)
-    cls, own = _KINDS[len(header)] if header else nib.Nifti1Image, not header
-    if header: header = cls.header_class(header)
-    try: image = cls(_cast(data, dtype), affine, header, dtype=np.dtype(dtype))
-    except nib.spatialimages.HeaderDataError as e: raise UserError(f"{path}: NIfTI cannot store {np.dtype(dtype)}; use float32 or an integer type") from e
-    image.header.set_slope_inter(1, 0); image.header["cal_min"] = image.header["cal_max"] = 0; image.header["descrip"] = b"medlab"
-    if own: image.header.set_xyzt_units("mm")
-    raw = image.to_bytes()
+    if volume.data.ndim != 3:
+        raise UserError(f"{volume.name or 'volume'} has shape {volume.data.shape}; write one channel (z, y, "
+                        "x) at a time")
+    raw = _nifti(volume, path, np.dtype(dtype)).to_bytes()
     _write_whole(path, gzip.compress(raw, 1, mtime=0) if path.suffix == ".gz" else raw)
     return path
-
-
-def _write_whole(path, raw):
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as f: f.write(raw); f.flush(); os.fsync(f.fileno())
-        os.replace(part, path)
-    except OSError as e: raise UserError(f"{path}: cannot be written: {(e.strerror or str(e)).lower()}") from e
-    finally:
-        with contextlib.suppress(OSError): part.unlink()
 
 # %% ../../nbs/data/00_volume.ipynb #c880f9a3
 def same_grid(
     a:Volume,
     b:Volume,
-    tolerance:float=0.05,  # largest distance between the same voxel in both, in voxels
+    tolerance:float=0.05,  # largest distance between the same voxel in both, in voxels, ≥ 0
 ):  # None where the grids agree, or a sentence that names both
-    "Say how two grids differ, if they do."
-    if a.shape == b.shape:
-        apart = _corner_distance(a.shape[::-1], a.affine, b.affine)
-        if apart <= tolerance * min(a.spacing): return None
-        return f"grids differ: {a} and {b} lie up to {apart:.1f} mm apart"
-    return f"grids differ: {a}; {b}"
+    "How two grids differ, if they do."
+    if a.shape != b.shape: return f"grids differ: {a}; {b}"
+    apart = _corner_distance(a.shape[::-1], a.affine, b.affine)
+    if apart <= tolerance * min(a.spacing): return None
+    return f"grids differ: {a} and {b} lie up to {apart:.1f} mm apart"
 
 # %% ../../nbs/data/00_volume.ipynb #435ffd52
+_ZYX = np.eye(4)[[2, 1, 0, 3]]  # MONAI's affine maps the index in the array's own order
+
+
+def _smoothed(data, step):
+    "A volume (1, z, y, x) without what a grid of that step, in voxels along each axis, cannot hold."
+    from monai.networks.layers import GaussianFilter
+    return GaussianFilter(3, np.maximum(0, (step - 1) / 2).tolist())(data[None])[0] if step.max() > 1.01 else data
+
+
 def resample_to(
     volume:Volume,  # (z, y, x)
     reference:Volume,  # its grid is taken over
@@ -250,15 +333,14 @@ def resample_to(
 ) -> Volume:  # on the grid of `reference`, 0 where `volume` did not reach
     "Resample a volume onto another's grid, linearly in millimetres."
     from monai.data import MetaTensor
-    from monai.networks.layers import GaussianFilter
     from monai.transforms import SpatialResample
-    zyx = np.eye(4)[[2, 1, 0, 3]]  # MONAI's affine maps the index in the array's own order
-    step = np.linalg.norm((zyx @ np.linalg.inv(volume.affine) @ reference.affine @ zyx)[:3, :3], axis=1)
+    source, target = volume.affine @ _ZYX, reference.affine @ _ZYX
     data = torch.as_tensor(volume.data, dtype=torch.float32)[None]
-    if not labels and step.max() > 1.01: data = GaussianFilter(3, np.maximum(0, (step - 1) / 2).tolist())(data[None])[0]
+    if not labels: data = _smoothed(data, np.linalg.norm((np.linalg.inv(source) @ target)[:3, :3], axis=1))
     move = SpatialResample(mode="nearest" if labels else "bilinear", padding_mode="zeros", align_corners=True)
-    out = move(MetaTensor(data, affine=volume.affine @ zyx), dst_affine=reference.affine @ zyx, spatial_size=reference.shape)
-    return Volume(np.ascontiguousarray(out.as_tensor()[0].numpy()), reference.affine, volume.name, reference.grid, volume.notes)
+    out = move(MetaTensor(data, affine=source), dst_affine=target, spatial_size=reference.shape)
+    moved = np.ascontiguousarray(out.as_tensor()[0].numpy())
+    return Volume(moved, reference.affine, volume.name, reference.grid, volume.notes)
 
 # %% ../../nbs/data/00_volume.ipynb #f8f34dd2
 def brain_range(
@@ -268,9 +350,12 @@ def brain_range(
     mask:np.ndarray=None,  # only voxels in here count; None: all
 ) -> tuple:  # (lo, hi), lo < hi
     "Two percentiles of the voxels above 0; raises `UserError` for an empty, a constant or a not finite volume."
-    if bad := data.size - int(np.isfinite(data).sum()): raise UserError(f"holds {bad:,} NaN or Inf among {data.size:,} voxels; mend the step that made them")
+    bad = data.size - int(np.isfinite(data).sum())
+    if bad: raise UserError(f"holds {bad:,} NaN or Inf among {data.size:,} voxels; mend the step that made them")
     brain = data[data > 0 if mask is None else mask & (data > 0)]
     if not brain.size: raise UserError(f"is empty: none of its {data.size:,} voxels is above 0")
     lo, hi = (float(q) for q in np.percentile(brain, (low, high)))
-    if not lo < hi: raise UserError(f"is constant: percentiles {low:g} and {high:g} of its {brain.size:,} voxels above 0 are both {lo:g}; is it a mask?")
-    return lo, hi
+    if lo < hi: return lo, hi
+    raise UserError(f"is constant: percentiles {low:g} and {high:g} of its {brain.size:,} voxels above 0 are "
+                    f"both {lo:g}; "
+                    "is it a mask?")

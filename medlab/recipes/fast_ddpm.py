@@ -18,7 +18,7 @@ from ..losses.diffusion import target, time_points
 from ..metrics import apply_linear, fit_linear, psnr, ssim
 from ..data.cases import BRATS, find_cases, inspect_cases, preflight
 from ..data.modalities import ModalityDataset, Range, resize, to_volume, typical
-from ..data.phantom_cases import PhantomCase
+from ..data.cases import PhantomCase
 from ..data.split import Split, split_cases
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real

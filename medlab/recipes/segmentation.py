@@ -323,7 +323,7 @@ def prepare(self:Segmentation, batch, seed, step):
 @patch
 def _surface_loss(self:Segmentation, logits, batch):
     "((b,) surface loss, {name: (b,)} terms to be recorded); the voxel size travels as text, as data of the host."
-    spacing = [tuple(map(float, mm.split())) for mm in batch["spacing"]]
+    spacing = batch["spacing"]  # (z, y, x) mm of each sample, numbers on the host
     return self.term(logits, batch["label"], spacing, batch.get("step", [0])[0], batch.get("distance"))
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #7214fc06
