@@ -55,7 +55,7 @@ def make(tmp_path):
 def bits(trainer, *without):
     "Everything that decides how training goes on, as bytes."
     flat = lambda x: [flat(v) for v in x.values()] if isinstance(x, dict) else [flat(v) for v in x] if isinstance(x, (list, tuple)) else x.numpy().tobytes() if torch.is_tensor(x) else x
-    return repr(flat({k: v for k, v in trainer.state.state_dict().items() if k not in ("recovery", *without)}))
+    return repr(flat({k: v for k, v in trainer.state.state_dict().items() if k not in ("retry", *without)}))
 
 
 def scarce(trainer, room, error="device", where="forward", steps=None):
@@ -320,7 +320,7 @@ def test_a_window_of_bad_data_is_left_out(make):
     twin = make("twin", save_every=4).fit(8, progress=False)
     twin.batches.samples_seen += 24
     twin.batches.seek(twin.batches.samples_seen)
-    assert bits(twin.fit(12, progress=False), "knobs", "guards") == bits(t, "knobs", "guards")
+    assert bits(twin.fit(12, progress=False), "knobs", "escalation", "quarantine") == bits(t, "knobs", "escalation", "quarantine")
 
 
 def test_a_precision_that_overflows_is_changed_and_stays_changed(make):
@@ -440,7 +440,7 @@ def test_the_module_behind_a_dropped_sample_is_named_while_the_budget_lasts(make
     a, b, c = t.run.events("drop")
     assert a.data["module"] == "2" and "2 (SiLU, float32): 1 of 64 values are not finite" in a.text, "the second look saw it too"
     assert b.data["where"] == "none" and "the fault was transient" in b.text and "module" not in c.data, "two looks in a thousand steps"
-    assert sum(t.quarantine.faults[a.data["cases"][0]].values()) == 1 and b.data["cases"][0] not in t.quarantine.faults, "what is gone when it is looked for is nobody's fault"
+    assert t.quarantine.cases.count(a.data["cases"][0]) == 1 and b.data["cases"][0] not in t.quarantine.cases.marks, "what is gone when it is looked for is nobody's fault"
 
 
 # a disk that is full
@@ -460,7 +460,7 @@ def test_the_end_of_a_run_that_cannot_be_saved_is_an_error_and_can_be_saved_late
     assert t.run.state == "failed" and "NotSaved" in t.run.events("error")[0].text and t.iteration == 6
     with faults.plant(t, faults.disk_full("checkpoint", at=1)), pytest.raises(NotSaved, match="No space left"): t.save()  # nothing trains: the user is told at once
     t.save()
-    assert t.run.state == "done" and t.saver.checkpoints.newest()[0]["number"] == 6
+    assert t.run.state == "done" and t.saver.checkpoints.newest()[0]["progress"]["iteration"] == 6
     u = make("passing", save_every=0)
     with faults.plant(u, faults.disk_full("checkpoint", at=6, times=2)): u.fit(6, progress=False)  # the third attempt at the end
     assert u.run.state == "done" and len(u.run.events("checkpoint_failed")) == 2
@@ -491,7 +491,7 @@ def test_what_this_process_asks_for_is_an_event_as_a_command_is(make):
 def test_a_leak_is_seen_and_named(make):
     class Kept: "Held for no reason."
     t, kept = make(leak_alarm=0.01), []
-    for watch in t.leaks: watch.samples = 8
+    for watch in t.memory_watch.leaks: watch.samples = 8
     losses = t.step.losses
     t.step.losses = lambda m, b: kept.append((torch.ones(50_000), [Kept() for _ in range(20)])) or losses(m, b)
     t.fit(16 * 24 + 1, progress=False)

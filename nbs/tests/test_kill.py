@@ -57,7 +57,7 @@ def test_resume_gives_the_same_bits(tmp_path, changes):
     assert finish(tmp_path / "halves", 20, changes) != whole
     kill_at_step(tmp_path / "halves", 30, changes)                   # dies somewhere beyond step 30; its newest checkpoint is of step 20
     state = newest(tmp_path / "halves")
-    assert state["number"] == 20 and Run(tmp_path / "halves").state == "killed"
+    assert state["progress"]["iteration"] == 20 and Run(tmp_path / "halves").state == "killed"
     assert finish(tmp_path / "halves", 40, changes) == whole
     a, b = (Run(tmp_path / n).metrics("loss", "lr", "grad_norm") for n in ("whole", "halves"))
     assert all((a[k].step == b[k].step).all() and (a[k].value == b[k].value).all() for k in a)
@@ -87,7 +87,7 @@ def test_thirty_kills_lose_nothing_that_was_acknowledged(tmp_path):
         assert steps[0][0] == resumed + 1, "went on from the newest checkpoint"
         missing = [t for n, t in steps if n > run.step]
         late.append(killed - min(missing) if missing else 0.0)
-        resumed = max((newest(path)["number"] for _ in kept), default=0) if kept else 0
+        resumed = max((newest(path)["progress"]["iteration"] for _ in kept), default=0) if kept else 0
         run.close()
     print(f"telemetry missing at the kill: at most {max(late):.3f} s, median {sorted(late)[15]:.3f} s")
     assert max(late) <= 0.5

@@ -16,8 +16,8 @@ from medlab import data, recipes
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "monai", "numpy", "scipy", "matplotlib", "nibabel", "skimage"}
-EXTRAS = {"IPython", "ipykernel", "ipywidgets", "anywidget", "jupyterlab", "plotly", "tensorboard", "wandb", "nbdev", "fastcore",
-          "execnb", "pytest", "hypothesis", "nbformat", "nbconvert", "playwright", "jaxtyping", "ignite", "accelerate", "lightning"}
+EXTRAS = {"IPython", "ipykernel", "ipywidgets", "anywidget", "jupyterlab", "plotly", "tensorboard", "wandb", "nbdev", 
+          "execnb", "pytest", "hypothesis", "nbformat", "nbconvert", "playwright", "ignite", "accelerate", "lightning"}
 BLOCK = f"""
 import sys
 class Absent:

@@ -153,7 +153,7 @@ def test_knobs_that_live_elsewhere_hold_from_the_start_and_after_a_resume(make):
     t.fit(2, progress=False); t.close()
     t = make(resume=True)
     assert state(t) == (0.5, 0.5, 0.1, 0.1)
-    t.save = lambda: None
+    t.saver.save_end = lambda state: None  # as if it had been killed
     t.set(norm_eps=0.125); t.fit(1, progress=False); t.close()
     t = make(resume=True)
     assert state(t) == (0.5, 0.5, 0.1, 0.1) and t.fit(1, progress=False) and t.model[1].eps == 0.125, "the change after the checkpoint is made again"
@@ -165,7 +165,7 @@ def test_checkpointing_changes_memory_and_no_bit(make, name):
     def weights(t): return [p.detach().clone() for p in t.model.parameters()]
 
     def kept(t):
-        (batch,), *_ = t.batches.next(1, 1)
+        batch = t.batches.next(1).micro_batches[0]
         return kept_bytes(lambda: t.recipe.losses(t.model, batch)["loss"].sum(), t.model)
 
     recipe = lambda: (cls := getattr(recipes, name))(**{**cls.tiny, "batch_size": 2})
@@ -270,9 +270,9 @@ def test_an_exception_in_the_worker_is_raised_once_and_leaves_no_gradient(make):
     t.start(steps=10)
     with pytest.raises(Boom): t.wait(20)
     assert t.run.state == "failed" and "Boom" in t.run.events("error")[0].text and all(p.grad is None for p in t.model.parameters())
-    assert t.start(steps=2).wait(20).number == 3
+    assert t.start(steps=2).wait(20).iteration == 3
     broken(t, at=1)
-    t.start(steps=1).thread.join()
+    t.start(steps=1).worker.thread.join()
     assert t.start(steps=2).wait(20).run.state == "done", "an error nobody waited for is not raised by the next training"
 
 
@@ -299,9 +299,8 @@ def test_parts_that_come_and_go_stay_in_their_columns(make):
 
 
 def _empty():
-    from medlab.batches.loading import Fault
-    from medlab.contracts.batch import Batch
-    return Batch(None, [], [Fault("toy", "unreadable")] * 8)
+    from medlab.batches.loading import Collated, Fault
+    return Collated(None, [], [Fault("toy", "unreadable")] * 8)
 
 
 def test_an_empty_dataset(make, tmp_path):

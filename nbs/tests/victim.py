@@ -66,20 +66,21 @@ def say(*words):
 def promise(trainer, seed):
     "Train for ever, printing what is acknowledged as soon as it is; with an even seed nothing but the clock flushes telemetry."
     pace, talks = random.Random(seed), seed % 2
-    one, save = trainer._one, trainer.save
+    one, save = trainer.loop.one, trainer.save
 
     def step():
-        one()
+        made = one()
         say("step", trainer.iteration, time.monotonic())
         if talks and pace.random() < 0.2: say("event", trainer.event("promise", f"promised at {trainer.iteration}").result())
         time.sleep(pace.random() * 0.004)
+        return made
 
     def saved():
         file = save()
         say("checkpoint", file.name)
         return file
 
-    trainer._one, trainer.save = step, saved
+    trainer.loop.one, trainer.save = step, saved
     trainer.set(save_every=7 if talks else 200)
     trainer.fit(until=10**9, progress=False)
 

@@ -68,7 +68,7 @@ def test_a_disk_that_is_really_full(small_disk, whole):
     with pytest.raises(NotSaved, match="No space left on device|disk is full"): t.save()
     end = time.monotonic() + 10
     while not t.writer.store.fault: assert time.monotonic() < end; time.sleep(0.05)
-    assert [c["step"] for c in t.run.checkpoints()] == kept and t.saver.checkpoints.newest()[0]["number"] == 8, error
+    assert [c["step"] for c in t.run.checkpoints()] == kept and t.saver.checkpoints.newest()[0]["progress"]["iteration"] == 8, error
     (small_disk / "filler").unlink()
     while t.writer.store.fault: assert time.monotonic() < end + 20; time.sleep(0.05)
     t.fit(STEPS - t.iteration, progress=False)
@@ -88,7 +88,7 @@ def test_files_that_may_not_grow(tmp_path, whole):
         try:
             with pytest.raises(NotSaved, match="File too large"): t.save()
         finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert not list((path / "checkpoints").glob("*.part")) and t.saver.checkpoints.newest()[0]["number"] == 8
+        assert not list((path / "checkpoints").glob("*.part")) and t.saver.checkpoints.newest()[0]["progress"]["iteration"] == 8
         t.fit(STEPS - 8, progress=False)
         assert equal(weights(t), whole[0])
     assert losses(path) == whole[1]

@@ -47,7 +47,7 @@ def test_a_sample_that_ends_whoever_reads_it(tmp_path):
         assert len(planted.fired) >= 3 and list(t.quarantine.samples.out) == [7] and t.batches.samples_seen == STEPS * 4
         dropped = sum(t.run.metrics("dropped")["dropped"].value)
     with trainer(tmp_path / "without") as t:
-        t.quarantine.samples.out[7] = "left out from the start"
+        t.quarantine.samples.force(7, "left out from the start")
         t.fit(STEPS, progress=False)
         assert sum(t.run.metrics("dropped")["dropped"].value) == dropped >= 2
     assert losses(tmp_path / "run") == losses(tmp_path / "without"), "all others as ever"
