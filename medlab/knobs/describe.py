@@ -33,8 +33,9 @@ def describe_knob(
     "What a panel needs to know of a knob: a control that fits it, and what to write beside it."
     kind = next((k for t, k in KINDS.items() if isinstance(trait, t)), "text")
     low, high = _bounds(trait)
-    values = dict(kind=kind, low=low, high=high, above=getattr(trait, "above", False), default=default,
-                  choices=list(trait.values) if kind == "enum" else [], optional=trait.allow_none)
+    choices = list(trait.values) if kind == "enum" else []
+    values = dict(kind=kind, low=low, high=high, above=getattr(trait, "above", False), choices=choices,
+                  optional=trait.allow_none, default=default)
     tags = trait.metadata
     words = dict(unit=tags.get("unit", ""), off=tags.get("off"), help=trait.help, rule=rule(trait),
                  concern=tags.get("concern", "recipe"))

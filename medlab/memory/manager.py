@@ -44,7 +44,12 @@ class LastCleanup:
     time:float = None  # s; None: there was none
     batch:int = 0
 
-    def is_recent(self, now, seen, seconds, batches) -> bool:
+    def is_recent(self,
+        now:float,  # s
+        seen:int,  # batches so far
+        seconds:float,  # that must have passed
+        batches:int,  # that must have passed
+    ) -> bool:
         "Whether fewer seconds or fewer batches have passed since than there must."
         return self.time is not None and (now - self.time < seconds or seen - self.batch < batches)
 
@@ -77,9 +82,9 @@ class MemoryManager:
 # %% ../../nbs/memory/03_manager.ipynb #7e18d1a9
 @patch
 def tune(self:MemoryManager,
-    normal:float,
-    step:float,
-    target:float,
+    normal:float,  # up to 1 a fraction of the device, above 1 GB
+    step:float,  # the same
+    target:float,  # the same
 ):
     "Set the three levels anew, in the units of the constructor; they are not checked here, as a trainer's knobs are."
     self.levels = levels_in_gb(self.total, normal, step, target)

@@ -28,7 +28,7 @@ TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "cannot 
 def is_oom(
     e:BaseException,  # as caught
 ) -> bool:
-    "Whether memory ran out: by type, or by the texts with which torch's allocators, cuDNN and cuBLAS say so."
+    "Whether memory ran out: by type, or by the texts of torch's allocators, cuDNN and cuBLAS."
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)): return True
     if isinstance(e, OSError) and e.errno == errno.ENOMEM: return True
     if isinstance(e, RuntimeError) and any(t in str(e).lower() for t in TEXTS): return True
@@ -56,7 +56,7 @@ def give_back():
 
 
 def used(
-    memory:Memory,
+    memory:Memory,  # of the device that ran out, or may
 ) -> float:  # GB
     "What is allocated on the device; resident memory of this process where that is the CPU."
     return memory.host() if (gpu := memory.gpu()) is None else gpu
@@ -79,7 +79,7 @@ class Shortage:
 # %% ../../nbs/memory/01_oom.ipynb #c763c891
 @patch
 def release(self:Shortage,
-    memory:Memory,
+    memory:Memory,  # of the device that ran out, or may
 ) -> Shortage:  # itself, with `freed` set
     "Give everything back, and measure it; not to be called inside an `except` block."
     give_back()
@@ -90,7 +90,7 @@ def release(self:Shortage,
 def attempt(
     call,  # function without arguments
     where,  # such as "forward", or a function that returns it afterwards
-    memory:Memory,
+    memory:Memory,  # of the device that ran out, or may
 ):  # (what it returned, None) or (None, `Shortage`)
     "Call; turn an exception for want of memory into an account of it, its frames let go of. Other exceptions pass."
     try: return call(), None

@@ -64,7 +64,7 @@ class Recomputed:
     "The `forward` of a block that keeps its inputs only."
 
     def __init__(self,
-        block:nn.Module,
+        block:nn.Module,  # a part of a network
     ): self.block, self.own = block, vars(block).get("forward")  # one that was put on the instance before
 
     def __call__(self, *args, **kw):
@@ -115,7 +115,7 @@ def _find(module, named, by_name=True):
 
 # %% ../../nbs/memory/04_savings.ipynb #87bb1246
 def units(
-    model:nn.Module,
+    model:nn.Module,  # any network
     blocks=None,  # further ones: classes of modules, or modules of the network; None: none
 ) -> list:  # of modules, none within another
     """The blocks of a network that are recomputed one by one; raises `UserError` for `blocks` that it does not hold.
@@ -128,7 +128,7 @@ def units(
 
 # %% ../../nbs/memory/04_savings.ipynb #11e2b707
 def set_checkpointing(
-    model:nn.Module,
+    model:nn.Module,  # any network
     on:bool,  # True: recompute activations in the backward pass; False: keep them
     blocks=None,  # further modules to recompute: classes, or modules of the network; a later call switches them too
 ) -> int:  # switches that were set and blocks that were wrapped
@@ -144,7 +144,7 @@ def set_checkpointing(
 
 # %% ../../nbs/memory/04_savings.ipynb #013b242d
 def read_checkpointing(
-    model:nn.Module,
+    model:nn.Module,  # any network
 ) -> bool:
     "Whether any part of a network recomputes its activations."
     return any(getattr(m, s) for m, s in _switches(model)) or bool(_wrapped(model))
@@ -157,7 +157,7 @@ def _needs_matrix(block):
 
 # %% ../../nbs/memory/04_savings.ipynb #aa60a022
 def set_sdpa(
-    model:nn.Module,
+    model:nn.Module,  # any network
     on:bool=True,  # False: the matrix is made again
 ):  # (blocks that were switched, blocks that cannot be)
     "Let attention blocks that have the switch `use_flash_attention` use torch's fused attention."
@@ -173,9 +173,13 @@ class Savings:
     done:dict = field(default_factory=dict)  # "checkpointing", "fused attention", … → in words
     left:dict = field(default_factory=dict)  # the others → why not
 
-    def note(self, what, done, words):
+    def note(self,
+        what:str,  # such as "fused attention"
+        done:bool,  # whether it was
+        text:str,  # what was done, or why it was not
+    ):
         "Add a line."
-        (self.done if done else self.left)[what] = words
+        (self.done if done else self.left)[what] = text
 
     def __str__(self):
         lines = [f"{k}: {v}" for k, v in self.done.items()] + [f"not {k}: {v}" for k, v in self.left.items()]
@@ -225,14 +229,14 @@ NOT_FOUND = (f"no block was found: no module has a switch {' or '.join(SWITCHES)
 
 
 def _recompute(model, wanted, blocks):
-    "(whether any block is recomputed, in words)"
+    "(whether any block is recomputed, and a line)"
     if not wanted: return False, "not asked for"
     n = set_checkpointing(model, True, blocks)
     return n > 0, f"{n} blocks or switches: recomputed in the backward pass" if n else NOT_FOUND
 
 # %% ../../nbs/memory/04_savings.ipynb #d61414f2
 def _fuse(model):
-    "(whether any block was switched to fused attention, in words)"
+    "(whether any block was switched to fused attention, and a line)"
     fit, unfit = set_sdpa(model)
     if fit: return True, f"{fit} blocks" + (f"; {unfit} cannot" if unfit else "")
     if unfit: return False, f"{unfit} blocks keep their matrix, or have relative positions or dropout"
@@ -240,7 +244,7 @@ def _fuse(model):
 
 # %% ../../nbs/memory/04_savings.ipynb #751e86f8
 def _expand(model):
-    "(whether CUDA's allocator was told so, in words)"
+    "(whether CUDA's allocator was set so, and a line)"
     if not any(p.is_cuda for p in model.parameters()): return False, "the network is not on a GPU"
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     return True, "for what is allocated from now on"

@@ -49,7 +49,7 @@ class Probe:
     "Inside its `with` block every call of every module of a model is looked at, and every gradient of their outputs."
 
     def __init__(self,
-        model:torch.nn.Module,
+        model:torch.nn.Module,  # its modules are hooked within the block
     ):
         self.model, self.forward, self.backward = model, [], []  # `Look`s in the order of the passes
 

@@ -156,7 +156,7 @@ class SafeLogger:
     "One logger that may raise, hang or fall behind without the caller noticing."
 
     def __init__(self,
-        logger:MetricsLogger,
+        logger:MetricsLogger,  # any
         on_fault,  # called with (name, sentence), from any thread, when something was lost or switched off
         limit:int=3,  # so many faults of a kind in a row switch the logger off, ≥ 1
         **lane,  # backlog and timeout of the `Lane`

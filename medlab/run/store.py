@@ -102,11 +102,15 @@ class Write:
     future:Future = field(default_factory=Future)  # done once the statement is on the disk, or cannot be
     since:float = field(default_factory=time.monotonic)  # when it was asked for, s
 
-    def done(self, row):
-        "It is on the disk, with this `lastrowid`."
+    def done(self,
+        row:int,  # its `lastrowid`
+    ):
+        "It is on the disk."
         if not self.future.done(): self.future.set_result(row)
 
-    def failed(self, error):
+    def failed(self,
+        error:Exception,  # why
+    ):
         "It is not on the disk, and its owner need not wait."
         if not self.future.done(): self.future.set_exception(error)
 
@@ -190,13 +194,17 @@ class Outage:
     def __init__(self):
         self.reason, self.since, self.lost = None, None, []  # None: no outage; s; steps of the lost rows
 
-    def note(self, error):
+    def note(self,
+        error:Exception,  # of a transaction
+    ):
         "Take an error into account; one that concerns a single statement is none of the database."
         if not (_passes(error) or isinstance(error, OSError)): return
         self.reason, self.since = f"{type(error).__name__}: {error}", self.since or time.monotonic()
 
-    def outlasts(self, seconds) -> bool:
-        "Whether it goes on for longer than so many seconds."
+    def outlasts(self,
+        seconds:float,  # ≥ 0
+    ) -> bool:
+        "Whether it has gone on for longer."
         return self.reason is not None and time.monotonic() - self.since > seconds
 
     def end(self):
@@ -217,7 +225,10 @@ class Frames:
 
     def __iter__(self): return iter(list(self.frames))  # others may open one meanwhile
 
-    def open(self, names, segment) -> Frame:
+    def open(self,
+        names,  # of metrics, in the order of the values
+        segment:int,  # the rows belong to
+    ) -> Frame:
         "Add a frame of metrics."
         self.frames.append(frame := Frame(names, segment))
         return frame
@@ -235,7 +246,7 @@ class Frames:
 
 
 def drop_unsound(
-    frame:Frame,
+    frame:Frame,  # whose transaction failed
 ) -> list:  # the rows that went
     "Let rows go that can never be written."
     return frame.drop(lambda row: sound(row, len(frame.names) + 1))
