@@ -26,8 +26,11 @@ def _pair(prediction, truth, mask):
     prediction, truth = (_array(x).astype(np.float64) for x in (prediction, truth))
     mask = np.ones(truth.shape, bool) if mask is None else _array(mask) > 0
     for name, x in (("prediction", prediction), ("mask", mask)):
-        if x.shape != truth.shape: raise UserError(f"{name} {x.shape} and truth {truth.shape} differ in shape; bring both onto one grid")
-    if truth.ndim not in (2, 3): raise UserError(f"images have {truth.ndim} axes; metrics take one image (z, y, x) or (y, x): index batch and channel first")
+        if x.shape != truth.shape:
+            raise UserError(f"{name} {x.shape} and truth {truth.shape} differ in shape; bring both onto one grid")
+    if truth.ndim not in (2, 3):
+        raise UserError(f"images have {truth.ndim} axes; metrics take one image (z, y, x) or (y, x): "
+                        "index batch and channel first")
     if not mask.any(): raise UserError("the mask is empty: no voxel to measure in; pass mask=None for the whole image")
     report = finite_report({"prediction": np.where(mask, prediction, 0), "truth": np.where(mask, truth, 0)})
     if not report.ok: raise UserError(f"{report}; both images must be finite where they are measured")
@@ -37,7 +40,9 @@ def _pair(prediction, truth, mask):
 def _range(truth, mask, data_range):
     "The range of intensities: given, or that of the truth inside the mask."
     if data_range is None: data_range = np.ptp(truth[mask])
-    if not 0 < data_range < math.inf: raise UserError(f"data_range={data_range:g} must be positive and finite; the truth is constant there: state the range, such as data_range=2")
+    if not 0 < data_range < math.inf:
+        raise UserError(f"data_range={data_range:g} must be positive and finite; the truth is constant there: "
+                        "state the range, such as data_range=2")
     return float(data_range)
 
 # %% ../nbs/03_metrics.ipynb #e6e5cb51
@@ -73,8 +78,11 @@ def ssim(
     "Structural similarity (Wang et al. 2004, eq. 13) by skimage, averaged inside the mask; raises UserError as `psnr` does."
     _pair(prediction, truth, None)
     prediction, truth, inside = _pair(prediction, truth, mask)
-    if win_size % 2 == 0 or not 3 <= win_size <= min(truth.shape): raise UserError(f"win_size={win_size} must be odd, at least 3 and fit into {truth.shape}; try win_size=3 or a larger image")
-    mean, similarity = structural_similarity(truth, prediction, win_size=win_size, data_range=_range(truth, inside, data_range), full=True)
+    if win_size % 2 == 0 or not 3 <= win_size <= min(truth.shape):
+        raise UserError(f"win_size={win_size} must be odd, at least 3 and fit into {truth.shape}; "
+                        "try win_size=3 or a larger image")
+    mean, similarity = structural_similarity(truth, prediction, win_size=win_size,
+                                             data_range=_range(truth, inside, data_range), full=True)
     return float(mean if mask is None else similarity[inside].mean())
 
 # %% ../nbs/03_metrics.ipynb #08f977db
@@ -99,7 +107,9 @@ def fit_linear(
 def _voxels(n, x, y, mask):
     "Voxels (c, v) and (v,) of case n inside its mask, in float64."
     x, y, mask = _array(x), _array(y), _array(mask) > 0
-    if x.shape[1:] != y.shape or mask.shape != y.shape: raise UserError(f"case {n}: inputs {x.shape}, target {y.shape} and mask {mask.shape} do not fit; they are (c, z, y, x), (z, y, x), (z, y, x)")
+    if x.shape[1:] != y.shape or mask.shape != y.shape:
+        raise UserError(f"case {n}: inputs {x.shape}, target {y.shape} and mask {mask.shape} do not fit; they are (c, "
+                        "z, y, x), (z, y, x), (z, y, x)")
     x, y = x[:, mask].astype(np.float64), y[mask].astype(np.float64)
     report = finite_report({"inputs": x, "target": y})
     if not report.ok: raise UserError(f"case {n}, inside the mask: {report}; check the case before it is fitted")
@@ -112,11 +122,14 @@ def apply_linear(
 ) -> np.ndarray:  # (z, y, x) float32
     "The linear prediction: weighted sum of the channels plus the constant."
     x = _array(inputs)
-    if len(coefficients) != len(x) + 1: raise UserError(f"{len(coefficients)} coefficients for {len(x)} channels; they were fitted to {len(coefficients) - 1}")
+    if len(coefficients) != len(x) + 1:
+        raise UserError(f"{len(coefficients)} coefficients for {len(x)} channels; "
+                        f"they were fitted to {len(coefficients) - 1}")
     return (np.tensordot(coefficients[:-1], x.astype(np.float64), 1) + coefficients[-1]).astype(np.float32)
 
 # %% ../nbs/03_metrics.ipynb #8a63c95b
-warnings.filterwarnings("ignore", r"monai\.metrics\.utils get_mask_edges:always_return_as_numpy", FutureWarning)  # MONAI warns of its own call
+# MONAI warns of its own call
+warnings.filterwarnings("ignore", r"monai\.metrics\.utils get_mask_edges:always_return_as_numpy", FutureWarning)
 
 
 def label_scores(
@@ -129,8 +142,12 @@ def label_scores(
 ) -> dict:  # class → dict(dice, hd95, surface_dice), floats, or None where there is nothing to score
     "Dice, HD95 and surface Dice of every class; raises `UserError` for shapes and spacings that do not fit."
     prediction, truth = _array(prediction), _array(truth)
-    if prediction.shape != truth.shape or truth.ndim != 3: raise UserError(f"prediction {prediction.shape} and truth {truth.shape} must be alike, (z, y, x); bring both onto one grid")
-    if len(spacing) != 3 or not all(0 < s < math.inf for s in (*spacing, tolerance)): raise UserError(f"spacing={tuple(spacing)} and tolerance={tolerance} must be three voxel sizes (z, y, x) and a distance, positive and finite, in mm")
+    if prediction.shape != truth.shape or truth.ndim != 3:
+        raise UserError(f"prediction {prediction.shape} and truth {truth.shape} must be alike, (z, y, x); "
+                        "bring both onto one grid")
+    if len(spacing) != 3 or not all(0 < s < math.inf for s in (*spacing, tolerance)):
+        raise UserError(f"spacing={tuple(spacing)} and tolerance={tolerance} must be three voxel sizes (z, y, "
+                        "x) and a distance, positive and finite, in mm")
     known = np.ones(truth.shape, bool) if ignore is None else truth != ignore
     return {c: _class_scores((prediction == c) & known, truth == c, spacing, tolerance) for c in classes}
 
@@ -138,8 +155,10 @@ def label_scores(
 def _class_scores(made, true, spacing, tolerance):
     "The three numbers of two masks."
     if not (made.any() or true.any()): return dict(dice=None, hd95=None, surface_dice=None)
-    if not (made.any() and true.any()): return dict(dice=0.0, hd95=math.dist(np.multiply(true.shape, spacing), (0, 0, 0)), surface_dice=0.0)
+    if not (made.any() and true.any()):
+        return dict(dice=0.0, hd95=math.dist(np.multiply(true.shape, spacing), (0, 0, 0)), surface_dice=0.0)
     box = tuple(slice(max(0, int(i.min()) - 1), int(i.max()) + 2) for i in (made | true).nonzero())
     pair = [torch.from_numpy(np.ascontiguousarray(m[box]))[None, None] for m in (made, true)]
     space = dict(include_background=True, spacing=tuple(spacing))
-    return dict(dice=compute_dice(*pair).item(), hd95=compute_hausdorff_distance(*pair, percentile=95, **space).item(), surface_dice=compute_surface_dice(*pair, [tolerance], **space).item())
+    return dict(dice=compute_dice(*pair).item(), hd95=compute_hausdorff_distance(*pair, percentile=95, **space).item(),
+                surface_dice=compute_surface_dice(*pair, [tolerance], **space).item())

@@ -34,13 +34,15 @@ def smooth_field(
 ) -> np.ndarray:  # (z, y, x) float32, mean 0, variance about 1
     "A smooth random field."
     z, y, x = (_spline(u, n) for u in axes)
-    return (np.einsum("za,yb,xc,abc->zyx", z, y, x, rng.standard_normal((n, n, n)), optimize=True) / 0.479**1.5).astype(np.float32)
+    return (np.einsum("za,yb,xc,abc->zyx", z, y, x, rng.standard_normal((n, n, n)), optimize=True)
+            / 0.479**1.5).astype(np.float32)
 
 
 def _positions(size, fine=1): return [(np.arange(n * fine) + 0.5) / (n * fine) * 2 - 1 for n in size]
 
 # %% ../nbs/01_phantoms.ipynb #73d64e80
-def _ellipsoid(z, y, x, centre, radii): return ((z - centre[0]) / radii[0]) ** 2 + ((y - centre[1]) / radii[1]) ** 2 + ((x - centre[2]) / radii[2]) ** 2 < 1
+def _ellipsoid(z, y, x, centre, radii):
+    return ((z - centre[0]) / radii[0]) ** 2 + ((y - centre[1]) / radii[1]) ** 2 + ((x - centre[2]) / radii[2]) ** 2 < 1
 
 
 def _healthy(rng, axes, grid):
@@ -53,8 +55,9 @@ def _healthy(rng, axes, grid):
     label = np.where(pial < 0, 3, np.where(pial < 0.14, 1, 0))
     for side in (-1, 1):
         ventricle, nucleus = rng.normal(1, 0.25), rng.normal(1, 0.08)
-        for what, centre, radii in ((2, (-0.02, 0.18, 0.30), (0.15 * nucleus, 0.26 * nucleus, 0.09 * nucleus)), (2, (-0.05, -0.10, 0.13), (0.12 * nucleus, 0.20 * nucleus, 0.10 * nucleus)),
-                (3, (0.10, 0.02, 0.11), (0.13 * ventricle, 0.42 * ventricle, 0.065 * ventricle))):
+        for what, centre, radii in ((2, (-0.02, 0.18, 0.30), (0.15 * nucleus, 0.26 * nucleus, 0.09 * nucleus)),
+                                    (2, (-0.05, -0.10, 0.13), (0.12 * nucleus, 0.20 * nucleus, 0.10 * nucleus)),
+                                    (3, (0.10, 0.02, 0.11), (0.13 * ventricle, 0.42 * ventricle, 0.065 * ventricle))):
             label[_ellipsoid(z, y, x * side - 0.15 * y**2, centre, radii)] = what
     return np.where(r > 1, -1, label), pial > 0
 
@@ -66,7 +69,8 @@ def _diseased(rng, axes, grid, label, tissue):
         centre, radius = rng.normal(0, 0.33, 3), rng.uniform(0.04, 0.11)
         label[_ellipsoid(z, y, x, centre, (radius,) * 3) & (label == 0)] = 5 if rng.random() < 0.6 else 3
     centre, radius = rng.uniform(-0.42, 0.42, 3), rng.uniform(0.14, 0.3)
-    rho = np.sqrt((z - centre[0]) ** 2 + (y - centre[1]) ** 2 + (x - centre[2]) ** 2) / radius + 0.25 * smooth_field(rng, axes, 8)
+    rho = np.sqrt((z - centre[0]) ** 2 + (y - centre[1]) ** 2
+                  + (x - centre[2]) ** 2) / radius + 0.25 * smooth_field(rng, axes, 8)
     label[(rho < rng.uniform(1.3, 2.0)) & (label == 0)] = 4
     label[(rho < 1) & tissue & (label >= 0)] = 7
     label[(rho < rng.uniform(0.45, 0.75)) & tissue & (label >= 0)] = 6
@@ -87,7 +91,8 @@ def tissue_maps(
     return {k: (label == i).reshape(z, 2, y, 2, x, 2).mean((1, 3, 5), dtype=np.float32) for i, k in enumerate(TISSUES)}
 
 # %% ../nbs/01_phantoms.ipynb #d68c3e64
-def spin_echo(t1, t2, density, tr, te): "Signal of a spin echo; times in ms."; return density * (1 - np.exp(-tr / t1)) * np.exp(-te / t2)
+def spin_echo(t1, t2, density, tr, te):
+    "Signal of a spin echo; times in ms."; return density * (1 - np.exp(-tr / t1)) * np.exp(-te / t2)
 
 
 def flair(t1, t2, density, tr, te, ti):
@@ -103,7 +108,8 @@ def contrasts(
     "The four contrasts of a tissue."
     short = 1 / (1 / t1 + (1 / 450 if leaks else 0))
     tr1, tr2, te2, te3, ti = 500 * vary(0.03), 4500 * vary(0.03), 100 * vary(0.03), 120 * vary(0.03), 2400 * vary(0.02)
-    return dict(t1n=spin_echo(t1, t2, density, tr1, 12), t1c=spin_echo(short, t2, density, tr1, 12), t2w=spin_echo(t1, t2, density, tr2, te2), t2f=flair(t1, t2, density, 9000, te3, ti))
+    return dict(t1n=spin_echo(t1, t2, density, tr1, 12), t1c=spin_echo(short, t2, density, tr1, 12),
+                t2w=spin_echo(t1, t2, density, tr2, te2), t2f=flair(t1, t2, density, 9000, te3, ti))
 
 # %% ../nbs/01_phantoms.ipynb #295d0ef7
 MODALITIES = ("t1n", "t1c", "t2w", "t2f")
@@ -129,7 +135,8 @@ def _render(rng, tissues, axes):
     clean = dict.fromkeys(MODALITIES, 0)
     for k, (t1, t2, density) in TISSUES.items():
         share = 0.12 if k in PATHOLOGY else 0.05
-        made = contrasts(t1 * vary(share) * places[0], t2 * vary(share) * places[1], density * vary(0.02), k == "enhancing", protocol.get)
+        made = contrasts(t1 * vary(share) * places[0], t2 * vary(share) * places[1], density * vary(0.02),
+                         k == "enhancing", protocol.get)
         clean = {m: clean[m] + tissues[k] * made[m] for m in MODALITIES}
     return clean
 
@@ -143,7 +150,8 @@ def brain(
     lesion:bool=True,  # with lesions and a tumour
 ) -> Brain:
     "A random brain in four contrasts; raises `UserError` for an impossible size."
-    if len(size) != 3 or min(size) < 8: raise UserError(f"size {tuple(size)} must be three numbers (z, y, x) of at least 8 voxels")
+    if len(size) != 3 or min(size) < 8:
+        raise UserError(f"size {tuple(size)} must be three numbers (z, y, x) of at least 8 voxels")
     spacing = tuple(160 / n for n in size) if spacing is None else tuple(map(float, spacing))
     stage = lambda name: np.random.default_rng(derive_seed(seed, "brain", name))
     axes, tissues = _positions(size), tissue_maps(stage("anatomy"), size, lesion)
@@ -151,7 +159,8 @@ def brain(
     mask, rng, images = inside >= 0.5, stage("scanner"), {}
     coil = smooth_field(rng, axes, 5)
     for m in MODALITIES:
-        shade, sigma = np.exp(bias / 2 * (coil + 0.25 * smooth_field(rng, axes, 5))), noise * np.percentile(clean[m][mask], 99)
+        shade, sigma = np.exp(bias / 2
+                              * (coil + 0.25 * smooth_field(rng, axes, 5))), noise * np.percentile(clean[m][mask], 99)
         real, imaginary = rng.standard_normal((2, *size)) * sigma
         images[m] = np.where(mask, np.hypot(clean[m] * shade + real, imaginary), 0).astype(np.float32)
     seg = np.zeros(size, np.uint8)
@@ -159,7 +168,8 @@ def brain(
     z, y, x = spacing
     affine = np.diag([x, y, z, 1.0])
     affine[:3, 3] = [-(n - 1) / 2 * s for n, s in zip(size[::-1], spacing[::-1])]
-    return Brain(images, {m: np.where(mask, c, 0).astype(np.float32) for m, c in clean.items()}, tissues, seg, mask, affine, spacing)
+    return Brain(images, {m: np.where(mask, c, 0).astype(np.float32) for m, c in clean.items()}, tissues, seg, mask,
+                 affine, spacing)
 
 # %% ../nbs/01_phantoms.ipynb #5dd004a9
 def write_brats(
@@ -174,5 +184,6 @@ def write_brats(
         b, name = brain(seed, **kw), f"PHANTOM-{seed:04}"
         made.append(Path(folder) / name)
         made[-1].mkdir(parents=True, exist_ok=True)
-        for m, a in {**b.images, "seg": b.seg}.items(): nib.save(nib.Nifti1Image(a.T, b.affine), made[-1] / f"{name}-{m}.nii.gz")
+        for m, a in {**b.images, "seg": b.seg}.items():
+            nib.save(nib.Nifti1Image(a.T, b.affine), made[-1] / f"{name}-{m}.nii.gz")
     return made

@@ -51,7 +51,8 @@ def _figure(**kw):
 def _array(a):
     if hasattr(a, "detach"): a = a.detach().cpu(); a = a.float() if a.dtype.is_floating_point else a
     a = np.asarray(a)
-    if a.dtype.kind not in "fiub": raise UserError(f"an array of {a.dtype} cannot be drawn; real numbers are needed, such as the magnitude")
+    if a.dtype.kind not in "fiub":
+        raise UserError(f"an array of {a.dtype} cannot be drawn; real numbers are needed, such as the magnitude")
     return a.astype(np.result_type(a.dtype, np.float32), copy=False)
 
 
@@ -61,15 +62,19 @@ def _volumes(items):
     for k, v in items:
         v = _array(v.data if hasattr(v, "spacing") else v)
         while v.ndim > 3 and len(v) == 1: v = v[0]
-        if v.ndim != 3 or not v.size: raise UserError(f"{k!r} has shape {v.shape}; (z, y, x) is needed: choose one channel of one case")
+        if v.ndim != 3 or not v.size:
+            raise UserError(f"{k!r} has shape {v.shape}; (z, y, x) is needed: choose one channel of one case")
         out.append(v)
-        if v.shape != out[0].shape: raise UserError(f"{k!r} has shape {v.shape} and {items[0][0]!r} {out[0].shape}; one picture needs one grid: resample first")
+        if v.shape != out[0].shape:
+            raise UserError(f"{k!r} has shape {v.shape} and {items[0][0]!r} {out[0].shape}; "
+                            "one picture needs one grid: resample first")
     return out
 
 
 def _spacing(spacing):
     s = np.asarray(spacing, np.float64)
-    if s.shape != (3,) or not (np.isfinite(s) & (s > 0)).all(): raise UserError(f"spacing {spacing} is not three positive numbers (z, y, x), mm")
+    if s.shape != (3,) or not (np.isfinite(s) & (s > 0)).all():
+        raise UserError(f"spacing {spacing} is not three positive numbers (z, y, x), mm")
     return s
 
 # %% ../nbs/02_plots.ipynb #5fd18a6d
@@ -94,11 +99,14 @@ def _centre(inside):
 
 def _at(at, shape, inside):
     at = _centre(inside) if at is None else tuple(map(int, at))
-    if len(at) != 3 or not all(0 <= i < n for i, n in zip(at, shape)): raise UserError(f"voxel {at} is not in a volume of {shape} (z, y, x); at=None shows the centre of what is bright")
+    if len(at) != 3 or not all(0 <= i < n for i, n in zip(at, shape)):
+        raise UserError(f"voxel {at} is not in a volume of {shape} (z, y, x); "
+                        "at=None shows the centre of what is bright")
     return at
 
 # %% ../nbs/02_plots.ipynb #5651c1d9
-PLANES = dict(axial=(0, 1, 2, "LRPA"), coronal=(1, 0, 2, "LRIS"), sagittal=(2, 0, 1, "PAIS"))  # cut axis, axis upwards, axis to the right, letters left, right, below, above
+# cut axis, axis upwards, axis to the right, letters left, right, below, above
+PLANES = dict(axial=(0, 1, 2, "LRPA"), coronal=(1, 0, 2, "LRIS"), sagittal=(2, 0, 1, "PAIS"))
 
 
 def _panels(shape, spacing, columns, planes, size, top=0.3, right=0.0):
@@ -111,7 +119,8 @@ def _panels(shape, spacing, columns, planes, size, top=0.3, right=0.0):
     fig, rows, y = _figure(figsize=(W, H)), [], H - top
     for w, h in sides:
         y -= h
-        rows.append([fig.add_axes(((left + c * (wide + gap) + (wide - w) / 2) / W, y / H, w / W, h / H)) for c in range(columns)])
+        rows.append([fig.add_axes(((left + c * (wide + gap) + (wide - w) / 2) / W, y / H, w / W, h / H))
+                     for c in range(columns)])
         y -= gap
     return fig, rows
 
@@ -125,8 +134,10 @@ def _draw(ax, v, plane, at, spacing, window, cmap="gray"):
     image = ax.imshow(np.take(v, at[cut], axis=cut), origin="lower", extent=extent, aspect="equal", **colours)
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set(color="0.75", linewidth=0.6)
-    style = dict(color="white", path_effects=[patheffects.withStroke(linewidth=2, foreground="black")]) if cmap == "gray" else dict(color=MUTED)
-    for letter, x, y, ha, va in zip(letters, (0.02, 0.98, 0.5, 0.5), (0.5, 0.5, 0.02, 0.98), ("left", "right", "center", "center"), ("center", "center", "bottom", "top")):
+    style = dict(color="white", path_effects=[patheffects.withStroke(linewidth=2,
+        foreground="black")]) if cmap == "gray" else dict(color=MUTED)
+    for letter, x, y, ha, va in zip(letters, (0.02, 0.98, 0.5, 0.5), (0.5, 0.5, 0.02, 0.98),
+                                    ("left", "right", "center", "center"), ("center", "center", "bottom", "top")):
         ax.text(x, y, letter, transform=ax.transAxes, ha=ha, va=va, fontsize=8, fontweight="bold", **style)
     return image
 
@@ -135,10 +146,12 @@ def _label(rows, planes, at, names, arrays):
     "The plane on the left of each row; above each column its name and how many voxels are not finite."
     for row, plane in zip(rows, planes):
         cut, wide = PLANES[plane][0], row[0].get_position().width * row[0].figure.get_figwidth()
-        row[0].text(-0.06 / wide, 0.5, f"{plane}  {'zyx'[cut]} = {at[cut]}", transform=row[0].transAxes, rotation=90, ha="right", va="center", fontsize=8, color=MUTED)
+        row[0].text(-0.06 / wide, 0.5, f"{plane}  {'zyx'[cut]} = {at[cut]}", transform=row[0].transAxes, rotation=90,
+                    ha="right", va="center", fontsize=8, color=MUTED)
     for ax, name, v in zip(rows[0], names, arrays):
         n = _lost(v)
-        ax.set_title(plain(name, 30) + (f"\n{n} not finite" if n else ""), fontsize=10, pad=4, color=BAD if n else "black")
+        ax.set_title(plain(name, 30) + (f"\n{n} not finite" if n else ""), fontsize=10, pad=4,
+                     color=BAD if n else "black")
 
 
 def _lost(v): return int(v.size - np.isfinite(v).sum())
@@ -160,7 +173,9 @@ def show_volumes(
     steps = {k: _spacing(v.spacing if hasattr(v, "spacing") else spacing) for k, v in volumes.items()}
     first, step = next(iter(steps.items()))
     for k, s in steps.items():
-        if not np.allclose(s, step, rtol=1e-3): raise UserError(f"{k!r} has spacing {tuple(s.tolist())} and {first!r} {tuple(step.tolist())} mm; one picture needs one grid: resample first")
+        if not np.allclose(s, step, rtol=1e-3):
+            raise UserError(f"{k!r} has spacing {tuple(s.tolist())} and {first!r} {tuple(step.tolist())} mm; "
+                            "one picture needs one grid: resample first")
     arrays = _volumes(list(volumes.items()))
     inside = [_foreground(v) for v in arrays]
     at = _at(at, arrays[0].shape, np.any(inside, axis=0))
@@ -182,7 +197,9 @@ def _difference(prediction, truth, mask):
 
 def _bar(fig, image, ax, limit, beyond):
     box, inch = ax.get_position(), 1 / fig.get_figwidth()
-    bar = fig.colorbar(image, cax=fig.add_axes((box.x1 + 0.1 * inch, box.y0 + 0.1 * box.height, 0.1 * inch, 0.8 * box.height)), ticks=(-limit, 0, limit), extend="both" if beyond else "neither")
+    bar = fig.colorbar(image, cax=fig.add_axes((box.x1 + 0.1 * inch, box.y0 + 0.1 * box.height, 0.1 * inch,
+                                                0.8 * box.height)), ticks=(-limit, 0, limit),
+                       extend="both" if beyond else "neither")
     bar.ax.set_yticklabels([f"−{limit:.2g}", "0", f"+{limit:.2g}"], fontsize=8)
     bar.outline.set(color="0.75", linewidth=0.6)
 
@@ -200,43 +217,52 @@ def show_prediction(
 ):  # matplotlib.figure.Figure
     "Inputs, prediction, truth and signed difference in a row; raises `UserError` for differing shapes or an empty mask."
     names, step = [*inputs, "prediction", "truth"], _spacing(spacing)
-    arrays = _volumes([*inputs.items(), ("prediction", prediction), ("truth", truth), *([("mask", mask)] if mask is not None else [])])
+    arrays = _volumes([*inputs.items(), ("prediction", prediction), ("truth", truth),
+                       *([("mask", mask)] if mask is not None else [])])
     mask = arrays.pop() != 0 if mask is not None else None
     *_, prediction, truth = arrays
-    if mask is not None and not mask.any(): raise UserError("the mask holds no voxel; mask=None compares the whole volume")
+    if mask is not None and not mask.any():
+        raise UserError("the mask holds no voxel; mask=None compares the whole volume")
     inside = _foreground(truth) if mask is None else mask
     at, grey = _at(at, truth.shape, inside), _window(truth, inside & np.isfinite(truth))
     windows = [*(_window(v, _foreground(v)) for v in arrays[:-2]), grey, grey]
     d, limit, beyond = _difference(prediction, truth, mask)
-    fig, rows = _panels(truth.shape, step, len(arrays) + 1, planes, size, _top(arrays) + (0.3 if title else 0), right=0.6)
+    fig, rows = _panels(truth.shape, step, len(arrays) + 1, planes, size, _top(arrays) + (0.3 if title else 0),
+                        right=0.6)
     for row, plane in zip(rows, planes):
         for ax, v, w in zip(row, arrays, windows): _draw(ax, v, plane, at, step, w)
         image = _draw(row[-1], d, plane, at, step, (-limit, limit), "RdBu_r")
     _bar(fig, image, rows[0][-1], limit, beyond)
     _label(rows, planes, at, [*names, "prediction − truth"], [*arrays, d])
-    if title: fig.text(0.3 / fig.get_figwidth(), 1 - 0.05 / fig.get_figheight(), plain(title, 90), fontsize=11, va="top")
+    if title:
+        fig.text(0.3 / fig.get_figwidth(), 1 - 0.05 / fig.get_figheight(), plain(title, 90), fontsize=11, va="top")
     return fig
 
 # %% ../nbs/02_plots.ipynb #fdc59e19
 def _columns(name, s):
     "A series as step, low, high (NaN where not finite), and the steps of bad and skipped values."
-    if isinstance(s, tuple) and len(s) != 2: raise UserError(f"{name!r} is a tuple of {len(s)}; (step, value) is needed")
+    if isinstance(s, tuple) and len(s) != 2:
+        raise UserError(f"{name!r} is a tuple of {len(s)}; (step, value) is needed")
     if isinstance(s, tuple): s = SimpleNamespace(step=s[0], value=s[1])
     status = getattr(s, "status", None)
     reduced = status is None and hasattr(s, "low")
-    step, low, high = (_array(a).astype(np.float64).ravel() for a in ((s.step, s.low, s.high) if reduced else (s.step, s.value, s.value)))
-    if not len(step) == len(low) == len(high): raise UserError(f"{name!r} has {len(step)} steps and {len(low)} values; one step for each value is needed")
+    step, low, high = (_array(a).astype(np.float64).ravel()
+                       for a in ((s.step, s.low, s.high) if reduced else (s.step, s.value, s.value)))
+    if not len(step) == len(low) == len(high):
+        raise UserError(f"{name!r} has {len(step)} steps and {len(low)} values; one step for each value is needed")
     skipped = np.zeros(len(step), bool) if status is None else np.asarray(status) == 4
     finite = np.isfinite(low) & np.isfinite(high)
     count = np.maximum(~finite, np.asarray(s.bad).astype(int) if reduced else 0) * ~skipped
     low, high = np.where(finite, low, np.nan)[~skipped], np.where(finite, high, np.nan)[~skipped]
-    return SimpleNamespace(step=step[~skipped], low=low, high=high, bad=step[count > 0], n_bad=int(count.sum()), skipped=step[skipped], all=step, reduced=reduced)
+    return SimpleNamespace(step=step[~skipped], low=low, high=high, bad=step[count > 0], n_bad=int(count.sum()),
+                           skipped=step[skipped], all=step, reduced=reduced)
 
 
 def _smooth(value, weight):
     "Exponential moving average without its bias to 0 (Kingma & Ba 2015, algorithm 1); NaN stays NaN and is not averaged."
     mean, out = 0.0, np.full(len(value), np.nan)
-    for k, i in enumerate(np.flatnonzero(np.isfinite(value)), 1): mean = weight * mean + (1 - weight) * value[i]; out[i] = mean / (1 - weight**k)
+    for k, i in enumerate(np.flatnonzero(np.isfinite(value)), 1):
+        mean = weight * mean + (1 - weight) * value[i]; out[i] = mean / (1 - weight**k)
     return out
 
 
@@ -252,18 +278,24 @@ def _curve(ax, c, smooth):
     alone = ok[1:-1] & ~ok[:-2] & ~ok[2:]
     averaged = smooth and not c.reduced and _jitters(c.low, smooth)
     if c.reduced: ax.fill_between(c.step, c.low, c.high, color=LINE, alpha=0.5, linewidth=0.8)
-    else: ax.plot(c.step, c.low, color=LINE, linewidth=0.9, alpha=0.35 if averaged else 1, marker="." if len(c.step) <= 50 else "")
+    else:
+        ax.plot(c.step, c.low, color=LINE, linewidth=0.9, alpha=0.35 if averaged else 1,
+                marker="." if len(c.step) <= 50 else "")
     if averaged: ax.plot(c.step, _smooth(c.low, smooth), color=LINE, linewidth=1.6, gid="smooth")
     ax.plot(np.tile(c.step[alone], 2), np.r_[c.low[alone], c.high[alone]], ".", color=LINE, markersize=4, gid="alone")
     for where, y, marker, colour, gid in ((c.bad, 1, "v", BAD, "not finite"), (c.skipped, 0, "|", MUTED, "skipped")):
-        if len(where): ax.plot(where, np.full(len(where), y), marker, color=colour, markersize=5, transform=ax.get_xaxis_transform(), clip_on=False, gid=gid, zorder=5)
+        if len(where):
+            ax.plot(where, np.full(len(where), y), marker, color=colour, markersize=5,
+                    transform=ax.get_xaxis_transform(), clip_on=False, gid=gid, zorder=5)
 
 
 def _scale(ax, c, log):
     "Set the y axis; what there is to say about the panel."
     values, below = c.low[np.isfinite(c.low)], int((c.low <= 0).sum())
     if log and len(values) and not below: ax.set_yscale("log")
-    return [f"linear axis: {below} ≤ 0"] * bool(log and below) + [f"{c.n_bad} not finite"] * bool(c.n_bad) + ["no finite value"] * (not len(values))
+    return [f"linear axis: {below} ≤ 0"] * bool(log
+                                                and below) + [f"{c.n_bad} not finite"] * bool(c.n_bad) + [
+        "no finite value"] * (not len(values))
 
 # %% ../nbs/02_plots.ipynb #a5773f0a
 def show_curves(
@@ -275,7 +307,8 @@ def show_curves(
 ):  # matplotlib.figure.Figure
     "A panel per metric, two in a row; raises `UserError` for series without a step for each value."
     if not series: raise UserError("no series to show; give at least one: {'loss': (step, value)}")
-    if not 0 <= smooth < 1: raise UserError(f"smooth={smooth} is not in [0, 1); 0 draws no average, 0.98 one over about 50 values")
+    if not 0 <= smooth < 1:
+        raise UserError(f"smooth={smooth} is not in [0, 1); 0 draws no average, 0.98 one over about 50 values")
     columns = {k: _columns(k, s) for k, s in series.items()}
     n, rows = min(2, len(series)), -(-len(series) // 2)
     fig = _figure(figsize=(n * size[0], rows * size[1]), layout="constrained")
@@ -298,9 +331,13 @@ def _dress(ax, marks, c, labels, steps):
     from matplotlib import patheffects
     for step, label in marks:
         ax.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1, gid="mark")
-        x, y = ax.transAxes.inverted().transform(ax.transData.transform((step, np.interp(step, c.step, c.low) if len(c.step) else 1)))
-        style = dict(rotation=90, ha="right" if x > 0.9 else "left", va="bottom" if y > 0.5 else "top", fontsize=8, color="0.25", path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
-        if labels: ax.annotate(plain(label, 24), (step, 0.03 if y > 0.5 else 0.97), (-3 if x > 0.9 else 3, 0), ax.get_xaxis_transform(), "offset points", **style)
+        x, y = ax.transAxes.inverted().transform(ax.transData.transform((step,
+            np.interp(step, c.step, c.low) if len(c.step) else 1)))
+        style = dict(rotation=90, ha="right" if x > 0.9 else "left", va="bottom" if y > 0.5 else "top", fontsize=8,
+                     color="0.25", path_effects=[patheffects.withStroke(linewidth=2, foreground="white")])
+        if labels:
+            ax.annotate(plain(label, 24), (step, 0.03 if y > 0.5 else 0.97), (-3 if x > 0.9 else 3, 0),
+                        ax.get_xaxis_transform(), "offset points", **style)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set(color="0.6", linewidth=0.8)
     ax.tick_params(labelsize=8, color="0.6", which="both")

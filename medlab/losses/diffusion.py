@@ -43,7 +43,8 @@ def time_points(
     whole = isinstance(n, Integral) and isinstance(T, Integral) and least <= n < T
     points = (_uniform if kind == "uniform" else _nonuniform)(int(n), int(T)) if whole else []
     if not points or sorted(set(points)) != points:
-        raise UserError(f"{n} {kind} time points of T={T}: n must be an integer, at least {least} and small enough for the points to be distinct; try n=10, T=1000")
+        raise UserError(f"{n} {kind} time points of T={T}: n must be an integer, "
+                        f"at least {least} and small enough for the points to be distinct; try n=10, T=1000")
     return points
 
 # %% ../../nbs/losses/00_diffusion.ipynb #d5f09004
@@ -59,7 +60,9 @@ def check_time(
     if t.dtype not in INTEGERS: raise UserError(f"time has dtype {t.dtype}; it must be an integer in 0..{T - 1}")
     t = t.long()  # before the comparison: 1000 as uint8 would be 232
     low, high = (int(v) for v in t.aminmax()) if t.device.type == "cpu" and t.numel() else (0, 0)
-    if low < 0 or high >= T: raise UserError(f"time {low if low < 0 else high} is outside 0..{T - 1}; draw indices into time_points(…, T={T})")
+    if low < 0 or high >= T:
+        raise UserError(f"time {low if low < 0 else high} is outside 0..{T - 1}; draw indices into time_points(…, "
+                        f"T={T})")
     return t
 
 # %% ../../nbs/losses/00_diffusion.ipynb #b2aae4be
@@ -70,7 +73,9 @@ class Schedule:
         T:int=1000,  # number of steps, ≥ 1
         beta:tuple=(1e-4, 0.02),  # first and last variance β, in (0, 1)
     ):
-        if T < 1 or not all(0 < b < 1 for b in beta): raise UserError(f"schedule with T={T}, beta={beta}: T must be ≥ 1 and both β inside (0, 1); try T=1000, beta=(1e-4, 0.02)")
+        if T < 1 or not all(0 < b < 1 for b in beta):
+            raise UserError(f"schedule with T={T}, beta={beta}: T must be ≥ 1 and both β inside (0, 1); try T=1000, "
+                            "beta=(1e-4, 0.02)")
         self.T, self.beta = T, tuple(beta)
         log = log_cumprod_complement(torch.linspace(*beta, T, dtype=torch.float64, device="cpu"))
         self.tables = {torch.device("cpu"): torch.stack([log, log.exp(), (log / 2).exp(), (-log.expm1()).sqrt()])}
@@ -92,8 +97,10 @@ class Schedule:
 
     def _factor(self, row, t, like):
         value = self._look_up(row, t).reshape(-1, *[1] * (like.ndim - 1))
-        if not like.is_floating_point(): raise UserError(f"images have dtype {like.dtype}; diffusion needs floating point: images.float()")
-        if len(value) not in (1, len(like)): raise UserError(f"{len(value)} times for a batch of {len(like)}; give one for each sample, or one for all")
+        if not like.is_floating_point():
+            raise UserError(f"images have dtype {like.dtype}; diffusion needs floating point: images.float()")
+        if len(value) not in (1, len(like)):
+            raise UserError(f"{len(value)} times for a batch of {len(like)}; give one for each sample, or one for all")
         return value.to(like.device, like.dtype, non_blocking=True)
 
     def signal(self, t, like) -> Tensor:
@@ -123,7 +130,9 @@ def _factors(schedule, x, t, prediction, *others):
     "√ᾱ and √(1 − ᾱ) for `x`, once names and shapes are right."
     if prediction not in PREDICTIONS: raise UnknownName("prediction", prediction, PREDICTIONS)
     for y in others:
-        if y.shape != x.shape: raise UserError(f"shapes {tuple(y.shape)} and {tuple(x.shape)} differ; image, noise and output are voxel by voxel")
+        if y.shape != x.shape:
+            raise UserError(f"shapes {tuple(y.shape)} and {tuple(x.shape)} differ; image, "
+                            "noise and output are voxel by voxel")
     return schedule.signal(t, x), schedule.noise(t, x)
 
 
@@ -160,7 +169,8 @@ def to_epsilon(
     "The noise that an output means: (x_t − √ᾱ x0) / √(1 − ᾱ), or √(1 − ᾱ) x_t + √ᾱ v."
     a, s = _factors(schedule, x_t, t, prediction, output)
     output = output.to(x_t.dtype)
-    return output if prediction == "epsilon" else (x_t - a * output) / s if prediction == "sample" else s * x_t + a * output
+    return output if prediction == "epsilon" else (x_t - a
+                                                   * output) / s if prediction == "sample" else s * x_t + a * output
 
 
 def to_x0(
@@ -173,7 +183,8 @@ def to_x0(
     "The image that an output means: (x_t − √(1 − ᾱ) ε) / √ᾱ (Ho et al. 2020, eq. 15), or √ᾱ x_t − √(1 − ᾱ) v; not clamped."
     a, s = _factors(schedule, x_t, t, prediction, output)
     output = output.to(x_t.dtype)
-    return output if prediction == "sample" else (x_t - s * output) / a if prediction == "epsilon" else a * x_t - s * output
+    return output if prediction == "sample" else (x_t - s
+                                                  * output) / a if prediction == "epsilon" else a * x_t - s * output
 
 # %% ../../nbs/losses/00_diffusion.ipynb #5ea9f819
 def diffusion_losses(
@@ -182,7 +193,9 @@ def diffusion_losses(
     mask:Tensor=None,  # bool, broadcastable to output: the voxels that count; None: all
 ) -> dict:  # loss and mse, each (b,), at least float32
     "Sum of squared errors over each sample's voxels (Ho et al. 2020, eq. 14) and their mean; no voxels in a mask: loss 0, mse NaN."
-    if output.shape != target.shape: raise UserError(f"output {tuple(output.shape)} and target {tuple(target.shape)} differ; they are voxel by voxel")
+    if output.shape != target.shape:
+        raise UserError(f"output {tuple(output.shape)} and target {tuple(target.shape)} differ; "
+                        "they are voxel by voxel")
     wide = torch.promote_types(torch.promote_types(output.dtype, target.dtype), torch.float32)
     error, count = output.to(wide) - target.to(wide), output[0].numel()
     if mask is not None:
@@ -198,7 +211,8 @@ def check_inputs(
 ):
     "Raise UserError that names each tensor holding NaN or Inf, with counts, place and range; waits for a GPU once."
     report = finite_report(tensors)
-    if not report.ok: raise UserError(f"{report}; every input must be finite: find the case at fault with `medlab check`")
+    if not report.ok:
+        raise UserError(f"{report}; every input must be finite: find the case at fault with `medlab check`")
 
 # %% ../../nbs/losses/00_diffusion.ipynb #e1243d4e
 def _ddim_factors(schedule, t, p, eta):
@@ -227,7 +241,8 @@ def ddim_sample(
 ) -> Tensor:  # x0, shape of x_T
     "Sample at exactly `points`, last to first (Song et al. 2021, eq. 12 and 16); raises UserError for points out of range or order."
     points = check_time(list(points), schedule.T).tolist() if len(points) else []
-    if not points or sorted(set(points)) != points: raise UserError(f"points {points} must be increasing and at least one; make them with time_points()")
+    if not points or sorted(set(points)) != points:
+        raise UserError(f"points {points} must be increasing and at least one; make them with time_points()")
     if not 0 <= eta <= 1: raise UserError(f"eta={eta} must be in [0, 1]; 0 is deterministic, 1 ancestral")
     x = x_T
     for t, p in zip(points[::-1], [*points[-2::-1], None]):

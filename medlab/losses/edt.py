@@ -126,7 +126,8 @@ def _squared(
     chunk = CHUNK if mask.device.type == "cpu" else 1 << 24
     x = _lines(mask, site, spacing[-1], chunk // 2, min(FAR, limit * limit))
     scratch = torch.empty(3, max(min(chunk, mask.numel()), max(mask.shape)), device=mask.device)
-    for axis in range(mask.ndim - 2, -1, -1): _across(x.view(math.prod(mask.shape[:axis]), mask.shape[axis], -1), spacing[axis], limit, scratch)
+    for axis in range(mask.ndim - 2, -1, -1):
+        _across(x.view(math.prod(mask.shape[:axis]), mask.shape[axis], -1), spacing[axis], limit, scratch)
     return x
 
 # %% ../../nbs/losses/03_edt.ipynb #2f2405db
@@ -134,9 +135,13 @@ def _check_spacing(spacing, n):
     "`n` voxel sizes as floats."
     if spacing is None: spacing = 1.0
     sizes = (spacing,) * n if isinstance(spacing, Real) else tuple(spacing)
-    if len(sizes) != n: raise UserError(f"spacing={spacing} has {len(sizes)} values for {n} axes; give one for each of {('z', 'y', 'x')[-n:]}")
+    if len(sizes) != n:
+        raise UserError(f"spacing={spacing} has {len(sizes)} values for {n} axes; "
+                        f"give one for each of {('z', 'y', 'x')[-n:]}")
     sizes = tuple(map(float, sizes))
-    if not all(1e-6 <= s <= 1e6 for s in sizes): raise UserError(f"spacing={spacing}: voxel sizes are positive and finite, 1e-6 to 1e6 mm; read them from the file's header")
+    if not all(1e-6 <= s <= 1e6 for s in sizes):
+        raise UserError(f"spacing={spacing}: voxel sizes are positive and finite, 1e-6 to 1e6 mm; "
+                        "read them from the file's header")
     return sizes
 
 
@@ -148,21 +153,29 @@ def _check_distance(d):
 
 def _check_shape(x, n):
     if n not in (2, 3): raise UserError(f"{n} spatial axes: distances are for 2 or 3")
-    if x.ndim < n or 0 in x.shape[x.ndim - n:]: raise UserError(f"a mask of shape {tuple(x.shape)} has no {n} spatial axes with voxels in them; such as (b, c, {'z, ' * (n == 3)}y, x)")
+    if x.ndim < n or 0 in x.shape[x.ndim - n:]:
+        raise UserError(f"a mask of shape {tuple(x.shape)} has no {n} spatial axes with voxels in them; such as (b, "
+                        f"c, {'z, ' * (n == 3)}y, x)")
 
 # %% ../../nbs/losses/03_edt.ipynb #f7c7b213
 def _any_value(x):
     "Any value but 0 as foreground; NaN is refused."
-    if x.is_floating_point() and x.device.type == "cpu" and x.isnan().any(): raise UserError(f"the image holds NaN ({int(x.isnan().sum())} voxels), which is neither foreground nor background; mend it, or compare: img > 0.5")
+    if x.is_floating_point() and x.device.type == "cpu" and x.isnan().any():
+        raise UserError(f"the image holds NaN ({int(x.isnan().sum())} voxels), "
+                        "which is neither foreground nor background; mend it, or compare: img > 0.5")
     return x if x.dtype == torch.bool else x != 0
 
 
 def _binary(x):
     "A mask of 0 and 1 as bool."
     if x.dtype == torch.bool: return x
-    if x.device.type != "cpu": raise UserError(f"the mask has dtype {x.dtype}; on a GPU it must be bool, since a look at its values would stall it: mask > 0.5")
+    if x.device.type != "cpu":
+        raise UserError(f"the mask has dtype {x.dtype}; on a GPU it must be bool, "
+                        "since a look at its values would stall it: mask > 0.5")
     odd = x[(x != 0) & (x != 1)]
-    if len(odd): raise UserError(f"the mask holds {odd[0].item():g} ({len(odd)} voxels are neither 0 nor 1); choose what is inside: mask > 0.5, or labels == 3")
+    if len(odd):
+        raise UserError(f"the mask holds {odd[0].item():g} ({len(odd)} voxels are neither 0 nor 1); "
+                        "choose what is inside: mask > 0.5, or labels == 3")
     return x != 0
 
 # %% ../../nbs/losses/03_edt.ipynb #89ac7671
@@ -191,9 +204,11 @@ def distance_transform_edt(
     "Exact Euclidean distance transform with SciPy's and MONAI's meaning; raises UserError for NaN, spacings that are none, and too few axes."
     img = torch.as_tensor(img)
     _check_shape(img, spatial_dims)
-    spacing, limit, mask = _check_spacing(sampling, spatial_dims), _check_distance(max_distance), _any_value(img).contiguous()
+    spacing, limit, mask = _check_spacing(sampling,
+                                          spatial_dims), _check_distance(max_distance), _any_value(img).contiguous()
     items = mask.view(-1, *img.shape[img.ndim - spatial_dims:])
-    if kernels := _kernels(mask): return kernels.distances(~items, spacing, limit, signed=False, squared=squared).view(img.shape)
+    if kernels := _kernels(mask):
+        return kernels.distances(~items, spacing, limit, signed=False, squared=squared).view(img.shape)
     if len(items) == 1: return _finish(_squared(items[0], False, spacing, limit), limit, squared).view(img.shape)
     out = torch.empty(items.shape, device=img.device)
     for o, m in zip(out, items): o.copy_(_finish(_squared(m, False, spacing, limit), limit, squared))
@@ -207,18 +222,21 @@ def _box(mask):
     "First and last + 1 foreground index along every axis, or None for an empty mask."
     byte = mask.view(torch.uint8)
     lines = byte.amax(-1)
-    found = [lines if lines.ndim == 1 else lines.amax(1 - i) for i in range(lines.ndim)] + [byte.view(-1, mask.shape[-1]).amax(0)]
+    found = [lines if lines.ndim == 1 else lines.amax(1 - i)
+             for i in range(lines.ndim)] + [byte.view(-1, mask.shape[-1]).amax(0)]
     hits = [v.nonzero()[:, 0] for v in found]
     return [(int(h[0]), int(h[-1]) + 1) for h in hits] if len(hits[0]) else None
 
 
-def _grown(box, margin, shape): return tuple(slice(max(0, a - m), min(n, b + m)) for (a, b), m, n in zip(box, margin, shape))
+def _grown(box, margin, shape):
+    return tuple(slice(max(0, a - m), min(n, b + m)) for (a, b), m, n in zip(box, margin, shape))
 
 
 def _signed(mask, spacing, limit, offset):
     "Signed distance of one mask; `offset` is taken from distances inside."
     if (box := _box(mask)) is None: return torch.full(mask.shape, limit, device=mask.device)
-    near = _grown(box, [n if limit == math.inf else math.ceil(limit / w) for n, w in zip(mask.shape, spacing)], mask.shape)
+    near = _grown(box, [n if limit == math.inf else math.ceil(limit / w) for n, w in zip(mask.shape, spacing)],
+                  mask.shape)
     part = _squared(mask[near].contiguous(), True, spacing, limit).sqrt_().clamp_(max=limit)
     out = part if part.shape == mask.shape else torch.full(mask.shape, limit, device=mask.device)
     if out is not part: out[near] = part
@@ -238,13 +256,16 @@ def signed_distance_map(
     boundary:str="voxel",  # where the surface lies: one of BOUNDARIES
 ) -> Tensor:  # float32, shape of `mask`, mm: > 0 outside; ±inf, or ±max_distance, where there is no surface
     "Signed Euclidean distance to the surface of a mask; raises UserError for masks that are not binary, spacings that are none, and too few axes."
-    if isinstance(spacing, Real) or spacing is None: raise UserError(f"spacing={spacing}: give a voxel size for every axis, (z, y, x) in mm; (1, 1, 1) counts in voxels")
+    if isinstance(spacing, Real) or spacing is None:
+        raise UserError(f"spacing={spacing}: give a voxel size for every axis, (z, y, x) in mm; (1, 1, "
+                        "1) counts in voxels")
     if boundary not in BOUNDARIES: raise UnknownName("boundary", boundary, BOUNDARIES)
     mask, n = torch.as_tensor(mask), len(spacing)
     _check_shape(mask, n)
     spacing, limit, offset = _check_spacing(spacing, n), _check_distance(max_distance), float(boundary == "kervadec")
     items = _binary(mask).contiguous().view(-1, *mask.shape[mask.ndim - n:])
-    if kernels := _kernels(mask): return kernels.distances(items, spacing, limit, signed=True, offset=offset).view(mask.shape)
+    if kernels := _kernels(mask):
+        return kernels.distances(items, spacing, limit, signed=True, offset=offset).view(mask.shape)
     if len(items) == 1: return _signed(items[0], spacing, limit, offset).view(mask.shape)
     out = torch.empty(items.shape, device=mask.device)
     for o, m in zip(out, items): o.copy_(_signed(m, spacing, limit, offset))

@@ -17,7 +17,8 @@ from ..core import UserError
 try:
     import triton
     import triton.language as tl
-except ModuleNotFoundError: triton, tl = None, SimpleNamespace(constexpr=None)  # the kernels below can be defined, not called
+# the kernels below can be defined, not called
+except ModuleNotFoundError: triton, tl = None, SimpleNamespace(constexpr=None)
 
 # %% ../../nbs/losses/02_edt_triton.ipynb #9c6204b7
 FAR = 2.0**100  # the squared distance to nothing
@@ -42,7 +43,8 @@ def _squared_gap(site, at, w2, FAR: tl.constexpr):
 
 
 @_jit
-def lines_kernel(mask, out, lines, n, w2, SIGNED: tl.constexpr, FAR: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr):
+def lines_kernel(mask, out, lines, n, w2, SIGNED: tl.constexpr, FAR: tl.constexpr, COLUMNS: tl.constexpr,
+                 LINES: tl.constexpr):
     "Squared distances along the last axis: a program per LINES lines, COLUMNS ≥ n."
     line = (tl.program_id(0) * LINES + tl.arange(0, LINES)).to(tl.int64)[:, None]
     at = tl.arange(0, COLUMNS)[None, :]
@@ -84,10 +86,12 @@ def across_kernel(source, out, n, inner, w2, scale, limit, offset, SIGNED: tl.co
     own = tl.load(source + place, mask=mine, other=0.0)
     inside, best = own < 0, tl.abs(own) * scale
     for j in range(0, n, STEP):
-        best = _candidates(best, inside, tl.load(source + j * inner + column, mask=real, other=0.0), j, row, scale, SIGNED)
+        best = _candidates(best, inside, tl.load(source + j * inner + column, mask=real, other=0.0), j, row, scale,
+                           SIGNED)
     reach = tl.minimum(tl.sqrt(tl.max(tl.max(tl.where(mine, best, 0.0), 1), 0)) + 1.0, n * 1.0).to(tl.int32)
     for j in range(tl.maximum(first - reach, 0), tl.minimum(first + ROWS + reach, n)):
-        best = _candidates(best, inside, tl.load(source + j * inner + column, mask=real, other=0.0), j, row, scale, SIGNED)
+        best = _candidates(best, inside, tl.load(source + j * inner + column, mask=real, other=0.0), j, row, scale,
+                           SIGNED)
     best = tl.minimum(best * w2, FAR)
     if LAST: best = _final(best, inside, limit, offset, ROOT, FAR)
     tl.store(out + place, tl.where(inside, -best, best) if SIGNED else best, mask=mine)
@@ -99,7 +103,8 @@ ROWS, COLUMNS, STEP = 32, 64, 8  # of a program's block; every STEP-th row gives
 def _across(source, out, shape, axis, w, limit, offset, **flags):
     outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1:])
     grid = (triton.cdiv(inner, COLUMNS), triton.cdiv(n, ROWS), outer)
-    across_kernel[grid](source, out, n, inner, w * w, 1 / (w * w), limit, offset, FAR=FAR, ROWS=ROWS, COLUMNS=COLUMNS, STEP=STEP, **flags)
+    across_kernel[grid](source, out, n, inner, w * w, 1 / (w * w), limit, offset, FAR=FAR, ROWS=ROWS, COLUMNS=COLUMNS,
+                        STEP=STEP, **flags)
 
 
 def distances(
@@ -113,12 +118,16 @@ def distances(
     "Distance to the nearest site; raises UserError for volumes of 2³¹ voxels and more."
     a, b = (torch.empty(sites.shape, device=sites.device) for _ in range(2))
     if not sites.numel(): return a
-    if sites[0].numel() >= 1 << 31: raise UserError(f"a mask of shape {tuple(sites.shape[1:])}: the kernels count in 32 bits, below 2³¹ voxels; cut it")
+    if sites[0].numel() >= 1 << 31:
+        raise UserError(f"a mask of shape {tuple(sites.shape[1:])}: the kernels count in 32 bits, below 2³¹ voxels; "
+                        "cut it")
     n, lines = sites.shape[-1], sites.numel() // sites.shape[-1]
     columns = triton.next_power_of_2(n)
     per = max(1, 2048 // columns)
-    lines_kernel[(triton.cdiv(lines, per),)](sites.view(torch.uint8), a, lines, n, spacing[-1]**2, SIGNED=signed, FAR=FAR, COLUMNS=columns, LINES=per)
+    lines_kernel[(triton.cdiv(lines, per),)](sites.view(torch.uint8), a, lines, n, spacing[-1]**2, SIGNED=signed,
+                                             FAR=FAR, COLUMNS=columns, LINES=per)
     for axis in range(sites.ndim - 2, 0, -1):
-        _across(a, b, sites.shape, axis, spacing[axis - 1], limit * limit if squared else limit, offset, SIGNED=signed, LAST=axis == 1, ROOT=not squared)
+        _across(a, b, sites.shape, axis, spacing[axis - 1], limit * limit if squared else limit, offset, SIGNED=signed,
+                LAST=axis == 1, ROOT=not squared)
         a, b = b, a
     return a

@@ -16,10 +16,15 @@ from ..numerics.half import fp32_island
 # %% ../../nbs/losses/01_frequency.ipynb #109156cc
 def _pair(prediction, target):
     "Both images in FP32, or FP64 where one of them is; UserError unless they are (b, c, y, x) or (b, c, z, y, x) of one shape."
-    if prediction.shape != target.shape: raise UserError(f"prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in shape; a loss compares voxel by voxel")
-    if prediction.ndim not in (4, 5) or 0 in prediction.shape: raise UserError(f"images have shape {tuple(prediction.shape)}; losses take (b, c, y, x) or (b, c, z, y, x) with voxels in it")
+    if prediction.shape != target.shape:
+        raise UserError(f"prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in shape; "
+                        "a loss compares voxel by voxel")
+    if prediction.ndim not in (4, 5) or 0 in prediction.shape:
+        raise UserError(f"images have shape {tuple(prediction.shape)}; losses take (b, c, y, x) or (b, c, z, y, "
+                        "x) with voxels in it")
     for x in (prediction, target):
-        if not x.is_floating_point(): raise UserError(f"images have dtype {x.dtype}; losses need real floating point: image.float()")
+        if not x.is_floating_point():
+            raise UserError(f"images have dtype {x.dtype}; losses need real floating point: image.float()")
     dtype = torch.promote_types(torch.promote_types(prediction.dtype, target.dtype), torch.float32)
     return prediction.to(dtype), target.to(dtype)
 
@@ -56,9 +61,13 @@ def ssim_loss(
     "1 − structural similarity (Wang et al. 2004, eq. 13) by MONAI; raises UserError for a range or window that does not fit."
     prediction, target = _pair(prediction, target)
     n, least = prediction.ndim - 2, min(prediction.shape[2:])
-    if not 0 < data_range < float("inf"): raise UserError(f"data_range={data_range} must be positive and finite; such as 1 for images in [0, 1]")
-    if win_size % 2 == 0 or not 3 <= win_size <= least: raise UserError(f"win_size={win_size} must be odd, at least 3 and at most {least}, the shortest axis of {tuple(prediction.shape[2:])}")
-    with fp32_island(): return SSIMLoss(n, data_range=data_range, win_size=win_size, reduction="none")(prediction, target)[:, 0]
+    if not 0 < data_range < float("inf"):
+        raise UserError(f"data_range={data_range} must be positive and finite; such as 1 for images in [0, 1]")
+    if win_size % 2 == 0 or not 3 <= win_size <= least:
+        raise UserError(f"win_size={win_size} must be odd, at least 3 and at most {least}, "
+                        f"the shortest axis of {tuple(prediction.shape[2:])}")
+    with fp32_island():
+        return SSIMLoss(n, data_range=data_range, win_size=win_size, reduction="none")(prediction, target)[:, 0]
 
 # %% ../../nbs/losses/01_frequency.ipynb #3f7f22fb
 NORMS = dict(none="backward", size="forward", ortho="ortho")

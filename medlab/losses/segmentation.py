@@ -25,7 +25,8 @@ def dice_loss(
 ) -> Tensor:  # (b,)
     "Mean soft Dice loss of the classes without the background."
     with fp32_island():
-        return DiceLoss(include_background=False, to_onehot_y=True, softmax=True, reduction="none", ignore_index=ignore)(logits.float(), label.long()).flatten(1).mean(1)
+        return DiceLoss(include_background=False, to_onehot_y=True, softmax=True, reduction="none",
+                        ignore_index=ignore)(logits.float(), label.long()).flatten(1).mean(1)
 
 
 def ce_loss(
@@ -48,11 +49,13 @@ def cldice_loss(
     "Soft centreline Dice loss over the classes without the background."
     known = label != ignore
     with fp32_island():
-        p, t = logits.float().softmax(1)[:, 1:] * known, one_hot(torch.where(known, label, 0).long(), logits.shape[1])[:, 1:] * known
+        p, t = logits.float().softmax(1)[:, 1:] * known, one_hot(torch.where(known, label, 0).long(),
+            logits.shape[1])[:, 1:] * known
         return SoftclDiceLoss(iterations, reduction="none")(p, t)
 
 # %% ../../nbs/losses/06_segmentation.ipynb #73e272be
-SURFACES = dict(hausdorff=dict(exponent=2, alpha=2, use_prediction=True), boundary=dict(exponent=1, alpha=1, use_prediction=False))
+SURFACES = dict(hausdorff=dict(exponent=2, alpha=2, use_prediction=True),
+                boundary=dict(exponent=1, alpha=1, use_prediction=False))
 SCHEMES = ("unbiased", "source")
 
 
@@ -68,10 +71,12 @@ class SurfaceTerm:
         for what, value, known in (("surface loss", kind, SURFACES), ("scheme", scheme, SCHEMES)):
             if value not in known: raise UnknownName(what, value, known)
         self.scheme, self.options, self.every = scheme, dict(SURFACES[kind], max_distance=max_distance), 1
-        self.common = dict(include_background=False, to_onehot_y=True, softmax=True, reduction="none", ignore_index=ignore)
+        self.common = dict(include_background=False, to_onehot_y=True, softmax=True, reduction="none",
+                           ignore_index=ignore)
 
     @property
-    def staggers(self) -> bool: "Whether there is a term that may be left out of some steps."; return self.options["use_prediction"]
+    def staggers(self) -> bool:
+        "Whether there is a term that may be left out of some steps."; return self.options["use_prediction"]
 
     def __call__(self,
         logits:Tensor,  # (b, n, z, y, x)
@@ -84,11 +89,13 @@ class SurfaceTerm:
         if self.scheme == "source" and step % self.every:
             value = BoundarySurrogateLoss(**self.common)(logits, label).flatten(1).mean(1)
             return value, dict(surface_surrogate=value.detach())
-        made = [self._one(logits[i:i + 1], label[i:i + 1], tuple(map(float, w)), step, None if distance is None else distance[i:i + 1]) for i, w in enumerate(spacing)]
+        made = [self._one(logits[i:i + 1], label[i:i + 1], tuple(map(float, w)), step,
+                          None if distance is None else distance[i:i + 1]) for i, w in enumerate(spacing)]
         return torch.cat([v for v, _ in made]), {k: torch.cat([p[k] for _, p in made]) for k in made[0][1]}
 
     def _one(self, logits, label, spacing, step, distance):
-        loss = SurfaceDistanceLoss(spacing, **self.options, prediction_interval=1 if self.scheme == "source" else self.every, **self.common)
+        loss = SurfaceDistanceLoss(spacing, **self.options,
+                                   prediction_interval=1 if self.scheme == "source" else self.every, **self.common)
         loss.step, loss.probe = step, {}
         value = loss(logits, label, distance).flatten(1).mean(1)
         return value, {k: v[0].mean(1) for k, v in loss.probe.items()}
@@ -101,4 +108,5 @@ def supervised(
     "Yield (weight, logits, label) of every output; the weights sum to 1."
     total = sum(0.5**i for i in range(len(outputs)))
     for i, x in enumerate(outputs):
-        yield 0.5**i / total, x, label if x.shape[2:] == label.shape[2:] else F.interpolate(label.float(), x.shape[2:], mode="nearest-exact").to(label.dtype)
+        yield 0.5**i / total, x, label if x.shape[2:] == label.shape[2:] else F.interpolate(label.float(), x.shape[2:],
+            mode="nearest-exact").to(label.dtype)

@@ -32,10 +32,15 @@ def boundary_l1(
     levels:int=1,  # resolutions, ≥ 1, each half of the one before
 ) -> Tensor:  # (b, c), mean over voxels and levels
     "L1 distance of the edges |x − avgpool3(x)| of prediction and truth; raises UserError for shapes that differ."
-    if prediction.shape != target.shape or prediction.ndim not in (4, 5): raise UserError(f"prediction {tuple(prediction.shape)} and target {tuple(target.shape)} must be alike, (b, c, y, x) or (b, c, z, y, x)")
-    if not isinstance(levels, Integral) or levels < 1: raise UserError(f"levels={levels} must be a whole number, at least 1")
+    if prediction.shape != target.shape or prediction.ndim not in (4, 5):
+        raise UserError(f"prediction {tuple(prediction.shape)} and target {tuple(target.shape)} must be alike, (b, c, "
+                        "y, x) or (b, c, z, y, x)")
+    if not isinstance(levels, Integral) or levels < 1:
+        raise UserError(f"levels={levels} must be a whole number, at least 1")
     least, total = -(-min(prediction.shape[2:]) // 2 ** (levels - 1)), 0
-    if least < 3: raise UserError(f"levels={levels} leaves {least} voxels along an axis of {tuple(prediction.shape[2:])}; a neighbourhood has 3: take fewer levels")
+    if least < 3:
+        raise UserError(f"levels={levels} leaves {least} voxels along an axis of {tuple(prediction.shape[2:])}; "
+                        "a neighbourhood has 3: take fewer levels")
     for level in range(levels):
         if level: prediction, target = _halve(prediction), _halve(target)
         total = total + (_edges(prediction) - _edges(target)).abs().flatten(2).mean(2) / levels
@@ -81,7 +86,8 @@ class SourceStagger(StepLoss):
         interval:int=4,  # k ≥ 1
     ):
         super().__init__()
-        if not isinstance(interval, Integral) or interval < 1: raise UserError(f"interval={interval} must be a whole number of optimizer steps, at least 1")
+        if not isinstance(interval, Integral) or interval < 1:
+            raise UserError(f"interval={interval} must be a whole number of optimizer steps, at least 1")
         self.true, self.surrogate, self.interval, self.probe = true, surrogate, interval, None
 
     def forward(self,

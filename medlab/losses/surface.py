@@ -24,7 +24,10 @@ def _check_labels(target, classes, ignore):
     "Whole numbers from 0 to classes − 1, or the one to ignore."
     known = target if ignore is None else target[target != ignore]
     odd = known[(known != known.round()) | (known < 0) | (known >= classes)]  # NaN differs from NaN
-    if len(odd): raise UserError(f"the target holds {odd[0].item():g} ({len(odd)} voxels); labels are 0..{classes - 1}{'' if ignore is None else f' and {ignore} to ignore'}: map the others first")
+    if len(odd):
+        raise UserError(f"the target holds {odd[0].item():g} ({len(odd)} voxels); "
+                        f"labels are 0..{classes - 1}{'' if ignore is None else f' and {ignore} to ignore'}: "
+                        "map the others first")
 
 
 class Truth:
@@ -39,11 +42,15 @@ class Truth:
     ):
         b, c, *space = shape
         wanted = (b, 1 if labels else c, *space)
-        if tuple(target.shape) != wanted: raise UserError(f"target {tuple(target.shape)} does not fit input {tuple(shape)}; it must be {wanted}" + (" labels" if labels else ", or a label map (b, 1, …) with to_onehot_y=True"))
+        if tuple(target.shape) != wanted:
+            raise UserError(f"target {tuple(target.shape)} does not fit input {tuple(shape)}; it must be {wanted}"
+                            + (" labels" if labels else ", or a label map (b, 1, …) with to_onehot_y=True"))
         self.target, self.labels, self.first, self.ignore = target, labels, first, ignore_index
         if target.device.type != "cpu" or target.dtype == torch.bool: return
         if labels or ignore_index is not None: _check_labels(target, c if labels else 2, ignore_index)
-        elif not (0 <= (ends := [v.item() for v in target.aminmax()])[0] and ends[1] <= 1): raise UserError(f"the target ranges from {ends[0]:g} to {ends[1]:g}; channels hold 0 … 1: give labels with to_onehot_y=True")
+        elif not (0 <= (ends := [v.item() for v in target.aminmax()])[0] and ends[1] <= 1):
+            raise UserError(f"the target ranges from {ends[0]:g} to {ends[1]:g}; channels hold 0 … 1: "
+                            "give labels with to_onehot_y=True")
 
     def volume(self, b, c):
         "Of one sample and class: the truth as floats or bool, and what is known, or None for all."
@@ -55,8 +62,11 @@ class Truth:
 # %% ../../nbs/losses/04_surface.ipynb #6211a308
 def _options(channels, include_background, to_onehot_y, softmax):
     "Raise `UserError` for options that one channel cannot have."
-    for name, on, remedy in (("softmax", softmax, "sigmoid=True"), ("to_onehot_y", to_onehot_y, "to_onehot_y=False"), ("include_background", not include_background, "include_background=True")):
-        if channels == 1 and on: raise UserError(f"{name}={name != 'include_background'} with one channel: there is no other class; use {remedy}")
+    for name, on, remedy in (("softmax", softmax, "sigmoid=True"), ("to_onehot_y", to_onehot_y, "to_onehot_y=False"),
+                             ("include_background", not include_background, "include_background=True")):
+        if channels == 1 and on:
+            raise UserError(f"{name}={name != 'include_background'} with one channel: there is no other class; "
+                            f"use {remedy}")
 
 
 class ClassLoss(_Loss):
@@ -71,7 +81,8 @@ class ClassLoss(_Loss):
         ignore_index:int=None,  # label of voxels that do not count, of label maps and of single channels; None: none
     ):
         super().__init__(reduction=LossReduction(reduction).value)
-        if sigmoid and softmax: raise UserError("sigmoid=True and softmax=True: classes either overlap or exclude each other; choose one")
+        if sigmoid and softmax:
+            raise UserError("sigmoid=True and softmax=True: classes either overlap or exclude each other; choose one")
         self.include_background, self.to_onehot_y, self.sigmoid, self.softmax, self.ignore_index = include_background, to_onehot_y, sigmoid, softmax, ignore_index
 
     def prepare(self,
@@ -79,10 +90,14 @@ class ClassLoss(_Loss):
         target:Tensor,  # see `Truth`
     ):  # probabilities of the classes that count, at least FP32, and their `Truth`
         "Apply what the options say; raises `UserError` for what does not fit."
-        if input.ndim not in (4, 5) or 0 in input.shape: raise UserError(f"input of shape {tuple(input.shape)}; it must be (b, c, y, x) or (b, c, z, y, x) with voxels in it")
+        if input.ndim not in (4, 5) or 0 in input.shape:
+            raise UserError(f"input of shape {tuple(input.shape)}; it must be (b, c, y, x) or (b, c, z, y, "
+                            "x) with voxels in it")
         c = input.shape[1]
         _options(c, self.include_background, self.to_onehot_y, self.softmax)
-        if self.ignore_index is not None and c > 1 and not self.to_onehot_y: raise UserError(f"ignore_index={self.ignore_index} needs labels, and the target has {c} channels; give a label map with to_onehot_y=True")
+        if self.ignore_index is not None and c > 1 and not self.to_onehot_y:
+            raise UserError(f"ignore_index={self.ignore_index} needs labels, and the target has {c} channels; "
+                            "give a label map with to_onehot_y=True")
         first = int(not self.include_background)
         truth = Truth(target, input.shape, self.to_onehot_y, first, self.ignore_index)
         p = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -144,7 +159,8 @@ def set_step(
     step:int,  # number of the optimizer step that is about to be made, ≥ 0
 ):
     "Tell every loss within a module where the training is; call it once before each step. Raises UserError where that is no number of a step."
-    if not isinstance(step, Integral) or isinstance(step, bool) or step < 0: raise UserError(f"step={step!r} must be a whole number ≥ 0: that of the optimizer step, such as trainer.number")
+    if not isinstance(step, Integral) or isinstance(step, bool) or step < 0:
+        raise UserError(f"step={step!r} must be a whole number ≥ 0: that of the optimizer step, such as trainer.number")
     for m in module.modules():
         if isinstance(m, StepLoss): m.step = int(step)
 
@@ -164,17 +180,26 @@ class SurfaceDistanceLoss(StepLoss):
         **options,  # of `ClassLoss`
     ):
         super().__init__(**options)
-        if not isinstance(exponent, Real) or not 1 <= exponent < math.inf: raise UserError(f"exponent={exponent} must be at least 1; below it the slope at no error is infinite")
-        if not isinstance(alpha, Real) or not 0 < alpha < math.inf: raise UserError(f"alpha={alpha} must be positive and finite, such as 1 or 2")
-        if not isinstance(prediction_interval, Integral) or prediction_interval < 1: raise UserError(f"prediction_interval={prediction_interval} must be a whole number of optimizer steps, at least 1; 1 makes the term always")
+        if not isinstance(exponent, Real) or not 1 <= exponent < math.inf:
+            raise UserError(f"exponent={exponent} must be at least 1; below it the slope at no error is infinite")
+        if not isinstance(alpha, Real) or not 0 < alpha < math.inf:
+            raise UserError(f"alpha={alpha} must be positive and finite, such as 1 or 2")
+        if not isinstance(prediction_interval, Integral) or prediction_interval < 1:
+            raise UserError(f"prediction_interval={prediction_interval} must be a whole number of optimizer steps, "
+                            "at least 1; 1 makes the term always")
         if boundary not in BOUNDARIES: raise UnknownName("boundary", boundary, BOUNDARIES)
-        signed_distance_map(torch.zeros((1,) * 3, dtype=torch.bool), spacing, max_distance)  # says what is wrong with them
-        if size is not None and len(size) != len(spacing): raise UserError(f"size={size} and spacing={spacing} differ in length; both are (z, y, x), or (y, x)")
-        self.spacing, self.exponent, self.alpha, self.max_distance, self.size, self.boundary = tuple(spacing), exponent, alpha, max_distance, size, boundary
+        # says what is wrong with them
+        signed_distance_map(torch.zeros((1,) * 3, dtype=torch.bool), spacing, max_distance)
+        if size is not None and len(size) != len(spacing):
+            raise UserError(f"size={size} and spacing={spacing} differ in length; both are (z, y, x), or (y, x)")
+        self.spacing, self.exponent, self.alpha, self.max_distance, self.size, self.boundary = tuple(
+            spacing), exponent, alpha, max_distance, size, boundary
         self.use_prediction, self.prediction_interval, self.probe = use_prediction, prediction_interval, None
 
     @property
-    def prediction_weight(self) -> int: "Of the prediction's term in this step: 0, or the interval."; return self.prediction_interval * (self.use_prediction and self.step % self.prediction_interval == 0)
+    def prediction_weight(self) -> int:
+        "Of the prediction's term in this step: 0, or the interval."
+        return self.prediction_interval * (self.use_prediction and self.step % self.prediction_interval == 0)
 
     def forward(self,
         input:Tensor,  # (b, c, y, x) or (b, c, z, y, x)
@@ -185,9 +210,14 @@ class SurfaceDistanceLoss(StepLoss):
         with fp32_island():
             p, truth = self.prepare(input, target)
             n = p.ndim - 2
-            if n != len(self.spacing): raise UserError(f"input {tuple(input.shape)} has {n} spatial axes, spacing={self.spacing} has {len(self.spacing)}; give one size per axis, in mm")
-            if target_distance is not None and target_distance.shape != p.shape: raise UserError(f"target_distance {tuple(target_distance.shape)} does not fit the classes that count, {tuple(p.shape)}; give one map for each of them")
-            value, count, gradient = self._values(p.detach(), truth, target_distance, p.requires_grad and torch.is_grad_enabled())
+            if n != len(self.spacing):
+                raise UserError(f"input {tuple(input.shape)} has {n} spatial axes, "
+                                f"spacing={self.spacing} has {len(self.spacing)}; give one size per axis, in mm")
+            if target_distance is not None and target_distance.shape != p.shape:
+                raise UserError(f"target_distance {tuple(target_distance.shape)} does not fit the classes that count, "
+                                f"{tuple(p.shape)}; give one map for each of them")
+            value, count, gradient = self._values(p.detach(), truth, target_distance,
+                                                  p.requires_grad and torch.is_grad_enabled())
             return self.reduce(value if gradient is None else _Made.apply(p, value, gradient), count, n)
 
     @torch.no_grad()
@@ -203,7 +233,8 @@ class SurfaceDistanceLoss(StepLoss):
             for part, v in zip(parts, sums): part[b, c] = v / number
             if wanted: torch.div(slope, number, out=gradient[b, c])
         if self.probe is not None:
-            for name, part in zip(("surface_target", "surface_prediction")[:1 + bool(k)], parts): self.probe.setdefault(name, []).append(part)
+            for name, part in zip(("surface_target", "surface_prediction")[:1 + bool(k)], parts):
+                self.probe.setdefault(name, []).append(part)
         return parts[0] + k * parts[1], count, gradient
 
     def _volume(self, p, truth, known, distance, k):
@@ -221,9 +252,12 @@ class SurfaceDistanceLoss(StepLoss):
 
     def _map(self, mask):
         "Weights from a mask."
-        spacing = self.spacing if self.size is None else tuple(w * n / m for w, n, m in zip(self.spacing, self.size, mask.shape))
+        spacing = self.spacing if self.size is None else tuple(w * n / m
+            for w, n, m in zip(self.spacing, self.size, mask.shape))
         return _weight(signed_distance_map(mask, spacing, self.max_distance, self.boundary), self.alpha)
 
     def extra_repr(self):
         "For printing."
-        return ", ".join(f"{k}={getattr(self, k)}" for k in ("spacing", "exponent", "alpha", "max_distance", "use_prediction", "prediction_interval", "boundary", "step"))
+        return ", ".join(f"{k}={getattr(self, k)}"
+                         for k in ("spacing", "exponent", "alpha", "max_distance", "use_prediction",
+                                   "prediction_interval", "boundary", "step"))

@@ -188,10 +188,13 @@ class FrequencyTransformer(nn.Module):
         published:bool=True,  # in 2D with three levels, keep the published net's unused convolution, frozen: its weight files load and its size is met
     ):
         super().__init__()
-        if residual and in_channels != out_channels: raise UserError(f"out_channels={out_channels} must be in_channels={in_channels}, since the output corrects the input; or set residual=False")
+        if residual and in_channels != out_channels:
+            raise UserError(f"out_channels={out_channels} must be in_channels={in_channels}, "
+                            "since the output corrects the input; or set residual=False")
         n, dims = spatial_dims, [dim * 2**i for i in range(len(blocks))]
         attention = attention or (lambda d: FSAS(d, patch, n, conjugate))
-        stage = lambda d, count, attend: nn.ModuleList(TransformerBlock(d, expansion, attention(d) if attend else None, patch, n) for _ in range(count))
+        stage = lambda d, count, attend: nn.ModuleList(TransformerBlock(d, expansion, attention(d) if attend else None,
+            patch, n) for _ in range(count))
         resize = lambda layer, a, b: nn.Sequential(layer, _conv(n, a, b, 3, padding=1))
         pool, up = getattr(nn, f"AvgPool{n}d"), dict(scale_factor=2, mode={2: "bilinear", 3: "trilinear"}[n])
         self.embed, self.output = _conv(n, in_channels, dim, 3, padding=1), _conv(n, dim, out_channels, 3, padding=1)
@@ -202,7 +205,8 @@ class FrequencyTransformer(nn.Module):
         self.fuse = nn.ModuleList(Fuse(d, patch, n) for d in dims[:-1])
         self.refinement, self.bottleneck = stage(dim, refinement, True), bottleneck
         if published and n == 2 and len(blocks) == 3: self.unused = _conv(n, 4 * dim, 2 * dim, 1).requires_grad_(False)
-        self.in_channels, self.multiple, self.residual, self.checkpointing = in_channels, (patch * 2 ** (len(blocks) - 1),) * n, residual, False
+        self.in_channels, self.multiple, self.residual, self.checkpointing = in_channels, (patch
+            * 2 ** (len(blocks) - 1),) * n, residual, False
 
     def forward(self,
         x:Tensor,  # (b, in_channels, *space), any size
@@ -222,19 +226,31 @@ class FrequencyTransformer(nn.Module):
         return y + x if self.residual else y
 
     def _check(self, x, extra):
-        if x.dim() != 2 + len(self.multiple) or x.shape[1] != self.in_channels: raise UserError(f"input {tuple(x.shape)} must be (b, {self.in_channels}, {', '.join('zyx'[-len(self.multiple):])})")
-        if extra is not None and self.bottleneck is None: raise UserError("a second input was given and the network has no bottleneck to take it; leave it away, or give bottleneck=…")
-        if extra is not None and extra.shape[2:] != x.shape[2:]: raise UserError(f"second input {tuple(extra.shape)} must have the spatial size of the input {tuple(x.shape)}; resample it")
+        if x.dim() != 2 + len(self.multiple) or x.shape[1] != self.in_channels:
+            raise UserError(f"input {tuple(x.shape)} must be (b, {self.in_channels}, "
+                            f"{', '.join('zyx'[-len(self.multiple):])})")
+        if extra is not None and self.bottleneck is None:
+            raise UserError("a second input was given and the network has no bottleneck to take it; leave it away, "
+                            "or give bottleneck=…")
+        if extra is not None and extra.shape[2:] != x.shape[2:]:
+            raise UserError(f"second input {tuple(extra.shape)} must have the spatial size of the input "
+                            f"{tuple(x.shape)}; resample it")
 
-    def _block(self, block, *x): return checkpoint(block, *x, use_reentrant=False) if self.checkpointing and torch.is_grad_enabled() else block(*x)
+    def _block(self, block, *x):
+        return checkpoint(block, *x,
+                          use_reentrant=False) if self.checkpointing and torch.is_grad_enabled() else block(*x)
 
     def _run(self, stage, x):
         for block in stage: x = self._block(block, x)
         return x
 
 # %% ../../nbs/nets/00_frequency.ipynb #4f10ef89
-_PUBLISHED = ((r"^patch_embed\.proj\.", "embed."), (r"^(en|de)coder_level(\d)\.", lambda m: f"{m[1]}coder.{int(m[2]) - 1}."), (r"^down(\d)_\d\.body\.", lambda m: f"down.{int(m[1]) - 1}."),
-    (r"^up\d_(\d)\.body\.", lambda m: f"up.{int(m[1]) - 1}."), (r"^fuse(\d)\.", lambda m: f"fuse.{int(m[1]) - 1}."), (r"(norm\d?)\.body\.", r"\1."), (r"^reduce_chan_level2\.", "unused."))
+_PUBLISHED = ((r"^patch_embed\.proj\.", "embed."),
+              (r"^(en|de)coder_level(\d)\.", lambda m: f"{m[1]}coder.{int(m[2]) - 1}."),
+              (r"^down(\d)_\d\.body\.", lambda m: f"down.{int(m[1]) - 1}."),
+              (r"^up\d_(\d)\.body\.", lambda m: f"up.{int(m[1]) - 1}."),
+              (r"^fuse(\d)\.", lambda m: f"fuse.{int(m[1]) - 1}."), (r"(norm\d?)\.body\.", r"\1."),
+              (r"^reduce_chan_level2\.", "unused."))
 
 
 def from_published(
@@ -244,12 +260,15 @@ def from_published(
     return {functools.reduce(lambda k, rule: re.sub(*rule, k), _PUBLISHED, key): v for key, v in state.items()}
 
 # %% ../../nbs/nets/00_frequency.ipynb #4a934aa2
-NORMS = (ChannelNorm, nn.LayerNorm, nn.GroupNorm, _NormBase)  # that have an eps; the last are torch's batch and instance norms
+# that have an eps; the last are torch's batch and instance norms
+NORMS = (ChannelNorm, nn.LayerNorm, nn.GroupNorm, _NormBase)
 
 
 def _set(model, kinds, name, value):
     layers = [m for m in model.modules() if isinstance(m, kinds)]
-    if not layers: raise UserError(f"{type(model).__name__} has no layer with the switch {name!r}; leave it alone for this network")
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no layer with the switch {name!r}; "
+                        "leave it alone for this network")
     for m in layers: setattr(m, name, value)
 
 
@@ -257,7 +276,8 @@ def _read(model, kinds, name):
     values = {n or type(model).__name__: getattr(m, name) for n, m in model.named_modules() if isinstance(m, kinds)}
     if len(set(values.values())) > 1:
         first, other = next((a, b) for a in values for b in values if values[a] != values[b])
-        raise UserError(f"{name!r} differs between layers: {values[first]} in {first}, {values[other]} in {other}; set it for the whole model")
+        raise UserError(f"{name!r} differs between layers: {values[first]} in {first}, {values[other]} in {other}; "
+                        "set it for the whole model")
     return next(iter(values.values()), None)
 
 
@@ -282,7 +302,8 @@ def set_norm_eps(
     value:float,  # added to the variance, > 0
 ):
     "Set ε of every normalization layer; raises `UserError` where the model has none, or for a value that is not positive."
-    if not 0 < value < math.inf: raise UserError(f"eps={value} must be positive, or a constant input divides by zero; 1e-5 is usual")
+    if not 0 < value < math.inf:
+        raise UserError(f"eps={value} must be positive, or a constant input divides by zero; 1e-5 is usual")
     _set(model, NORMS, "eps", float(value))
 
 

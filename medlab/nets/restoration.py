@@ -33,10 +33,13 @@ class AxisAttention(nn.Module):
         super().__init__()
         if heads < 1: raise UserError(f"heads={heads} must be at least 1")
         fit = heads * max(spatial_dims, -(-dim // heads))
-        if dim != fit: raise UserError(f"{dim} channels for {heads} heads on {spatial_dims} axes: each head needs as many as the next and one for each axis at least; try dim={fit}")
+        if dim != fit:
+            raise UserError(f"{dim} channels for {heads} heads on {spatial_dims} axes: "
+                            f"each head needs as many as the next and one for each axis at least; try dim={fit}")
         conv, self.heads, self.among = Conv["conv", spatial_dims], heads, among
         self.shares = [heads * len(part) for part in torch.arange(dim // heads).tensor_split(spatial_dims)]
-        self.qkv = nn.Sequential(conv(dim, 3 * dim, 1, bias=False), conv(3 * dim, 3 * dim, 3, padding=1, groups=3 * dim, bias=False))
+        self.qkv = nn.Sequential(conv(dim, 3 * dim, 1, bias=False),
+                                 conv(3 * dim, 3 * dim, 3, padding=1, groups=3 * dim, bias=False))
         self.out = conv(dim, dim, 1, bias=False)
 
     def forward(self,
@@ -48,11 +51,14 @@ class AxisAttention(nn.Module):
 
     def _along(self, axis, *qkv):
         "softmax(q kᵀ / √features) v along one axis."
-        q, k, v = (y.unflatten(1, (self.heads, -1)).movedim(3 + axis, 2) for y in qkv)  # (b, heads, tokens, channels, *rest)
+        # (b, heads, tokens, channels, *rest)
+        q, k, v = (y.unflatten(1, (self.heads, -1)).movedim(3 + axis, 2) for y in qkv)
         if self.among: y = F.scaled_dot_product_attention(*(t.flatten(3) for t in (q, k, v))).view_as(v)
         else:
-            lines = [t.flatten(4).permute(0, 4, 1, 2, 3).flatten(0, 1).contiguous() for t in (q, k, v)]  # (b · rest, heads, tokens, channels), laid out as the fused kernel takes them
-            y = F.scaled_dot_product_attention(*lines).unflatten(0, (len(v), -1)).permute(0, 2, 3, 4, 1).reshape(v.shape)
+            # (b · rest, heads, tokens, channels), laid out as the fused kernel takes them
+            lines = [t.flatten(4).permute(0, 4, 1, 2, 3).flatten(0, 1).contiguous() for t in (q, k, v)]
+            y = F.scaled_dot_product_attention(*lines).unflatten(0, (len(v), -1)).permute(0, 2, 3, 4,
+                1).reshape(v.shape)
         return y.movedim(2, 3 + axis).flatten(1, 2)
 
 # %% ../../nbs/nets/01_restoration.ipynb #77a12152
@@ -81,7 +87,9 @@ def check_depth(
 ) -> Tensor:  # the same
     "A depth map without NaN and negative values; raises UserError that counts them."
     nan, negative = (int(n.sum()) for n in (depth.isnan(), depth < 0))
-    if nan or negative: raise UserError(f"depth holds {nan} NaN and {negative} negative values of {depth.numel()}; distances are ≥ 0, with 0 where nothing was measured and inf beyond reach: set missing values to 0")
+    if nan or negative:
+        raise UserError(f"depth holds {nan} NaN and {negative} negative values of {depth.numel()}; distances are ≥ 0, "
+                        "with 0 where nothing was measured and inf beyond reach: set missing values to 0")
     return depth
 
 
@@ -89,12 +97,14 @@ def bounded_depth(
     depth:Tensor,  # (b, 1, *space) distance in any unit; 0: not measured, inf: beyond reach
 ) -> Tensor:  # (b, 2, *space) FP32 (FP64 stays): depth / (depth + the sample's median) in [0, 1], and 1 where measured, else 0
     "Depth without unit or bound, and where it is known; raises UserError for NaN or negative values on the CPU, and makes them NaN on a GPU."
-    if depth.ndim < 3 or depth.shape[1] != 1: raise UserError(f"depth {tuple(depth.shape)} must be (b, 1, *space): one distance for each voxel of the image")
+    if depth.ndim < 3 or depth.shape[1] != 1:
+        raise UserError(f"depth {tuple(depth.shape)} must be (b, 1, *space): one distance for each voxel of the image")
     d = depth.detach().to(torch.promote_types(depth.dtype, torch.float32))
     d = check_depth(d) if d.device.type == "cpu" else torch.where(d < 0, torch.nan, d)
     known = torch.where((d > 0) & d.isfinite(), d, torch.nan)
     median = known.flatten(1).nanmedian(1).values.view(-1, *[1] * (d.ndim - 1))
-    median = torch.where(median.isnan(), 1, median)  # no finite measurement: every depth is 0 or infinite, and no scale changes those
+    # no finite measurement: every depth is 0 or infinite, and no scale changes those
+    median = torch.where(median.isnan(), 1, median)
     return torch.cat([1 / (1 + median / d), (d > 0).to(d.dtype)], 1)
 
 # %% ../../nbs/nets/01_restoration.ipynb #66b34121
@@ -108,12 +118,16 @@ class DepthPrior(nn.Module):
         width:int=256,  # channels at which both meet, a multiple of 4
     ):
         super().__init__()
-        if levels < 1 or width % 4 or width < 4: raise UserError(f"levels={levels}, width={width}: depth is halved at least once, and the width is a multiple of 4; try width=256 and blocks of at least two levels")
+        if levels < 1 or width % 4 or width < 4:
+            raise UserError(f"levels={levels}, width={width}: depth is halved at least once, "
+                            "and the width is a multiple of 4; try width=256 and blocks of at least two levels")
         conv = Conv["conv", spatial_dims]
         widths = [2] + [width // 4] * (levels - 1) + [width]
-        self.encode = nn.Sequential(*(m for a, b in zip(widths, widths[1:]) for m in (conv(a, b, 3, stride=2, padding=1), nn.GELU())))
+        self.encode = nn.Sequential(*(m for a, b in zip(widths, widths[1:])
+                                      for m in (conv(a, b, 3, stride=2, padding=1), nn.GELU())))
         self.enter, self.leave = conv(dim, width, 1), conv(width, dim, 1)
-        self.fuse = nn.Sequential(nn.GELU(), conv(2 * width, width, 1), conv(width, width, 3, padding=1, groups=width), nn.GELU())
+        self.fuse = nn.Sequential(nn.GELU(), conv(2 * width, width, 1), conv(width, width, 3, padding=1, groups=width),
+                                  nn.GELU())
         for m in (*self.encode, self.enter, *self.fuse):
             if not isinstance(m, nn.GELU): nn.init.kaiming_normal_(m.weight, nonlinearity="relu")
 
@@ -134,9 +148,12 @@ class RestorationTransformer(FrequencyTransformer):
         depth:Tensor=None,  # (b, 1, *space) distance in any unit; 0: not measured, inf: beyond reach; or (b, 2, *space), bounded by its whole case so that its tiles agree; None: for a network without prior
     ) -> Tensor:  # the restored image, shape of x
         "The restored image; raises UserError where depth and network do not fit."
-        if depth is None and self.bottleneck is not None: raise UserError("this network has a depth prior and needs depth; zeros mean that nothing was measured")
-        if depth is not None and len(depth) != len(x): raise UserError(f"{len(depth)} depth maps for {len(x)} images; give one for each")
-        if depth is not None and depth.shape[1] not in (1, 2): raise UserError(f"depth has {depth.shape[1]} channels; it is one of distances, or the two of bounded_depth")
+        if depth is None and self.bottleneck is not None:
+            raise UserError("this network has a depth prior and needs depth; zeros mean that nothing was measured")
+        if depth is not None and len(depth) != len(x):
+            raise UserError(f"{len(depth)} depth maps for {len(x)} images; give one for each")
+        if depth is not None and depth.shape[1] not in (1, 2):
+            raise UserError(f"depth has {depth.shape[1]} channels; it is one of distances, or the two of bounded_depth")
         return super().forward(x, bounded_depth(depth) if depth is not None and depth.shape[1] == 1 else depth)
 
 # %% ../../nbs/nets/01_restoration.ipynb #828347d8
@@ -154,9 +171,15 @@ class PaddedRestormer(nn.Module):
     ):
         super().__init__()
         step = 2 ** (spatial_dims - 1)
-        if dim % step: raise UserError(f"dim={dim} must divide by {step} in {spatial_dims}D; try dim={-(-dim // step) * step}")
-        if len(blocks) < 2 or len(heads) != len(blocks): raise UserError(f"blocks={blocks} and heads={heads} must have one entry for each level, at least two; such as blocks=(4, 6, 6, 8), heads=(1, 2, 4, 8)")
-        if bad := [h for i, h in enumerate(heads) if h < 1 or dim * 2**i % h]: raise UserError(f"heads={heads}: {bad[0]} does not divide the channels of its level, {[dim * 2**i for i in range(len(heads))]}; try heads={tuple(2**i for i in range(len(heads)))}")
+        if dim % step:
+            raise UserError(f"dim={dim} must divide by {step} in {spatial_dims}D; try dim={-(-dim // step) * step}")
+        if len(blocks) < 2 or len(heads) != len(blocks):
+            raise UserError(f"blocks={blocks} and heads={heads} must have one entry for each level, at least two; "
+                            "such as blocks=(4, 6, 6, 8), heads=(1, 2, 4, 8)")
+        if bad := [h for i, h in enumerate(heads) if h < 1 or dim * 2**i % h]:
+            raise UserError(f"heads={heads}: {bad[0]} does not divide the channels of its level, "
+                            f"{[dim * 2**i for i in range(len(heads))]}; try "
+                            f"heads={tuple(2**i for i in range(len(heads)))}")
         self.channels, self.multiple = channels, 2 ** (len(blocks) - 1)
         self.net = Restormer(spatial_dims, channels, channels, dim, tuple(blocks), tuple(heads), refinement, expansion)
 
@@ -165,8 +188,12 @@ class PaddedRestormer(nn.Module):
         depth:Tensor=None,  # None: Restormer has no prior
     ) -> Tensor:  # the same shape
         "The restored image; raises UserError for another number of axes or channels, and for depth."
-        if depth is not None: raise UserError("depth was given and Restormer has no prior to take it; leave it away, or choose the network 'depth'")
-        if x.ndim != 2 + self.net.spatial_dims or x.shape[1] != self.channels: raise UserError(f"input {tuple(x.shape)} must be (b, {self.channels}, {', '.join('zyx'[-self.net.spatial_dims:])})")
+        if depth is not None:
+            raise UserError("depth was given and Restormer has no prior to take it; leave it away, "
+                            "or choose the network 'depth'")
+        if x.ndim != 2 + self.net.spatial_dims or x.shape[1] != self.channels:
+            raise UserError(f"input {tuple(x.shape)} must be (b, {self.channels}, "
+                            f"{', '.join('zyx'[-self.net.spatial_dims:])})")
         whole = tuple(self.multiple if n > self.multiple else 2 * self.multiple for n in x.shape[2:])
         return self.net(pad_to(x, whole))[(..., *map(slice, x.shape[2:]))] + x
 
@@ -176,7 +203,8 @@ OPTIONS = dict(
     fftformer=FFTFORMER | dict(conjugate=False, published=False),  # frequency attention, see `FrequencyTransformer`
     strip=FFTFORMER | dict(heads=1),  # strip attention; heads of the first level, each further one has twice as many
     depth=FFTFORMER | dict(conjugate=False, width=256),  # frequency attention and a depth prior of this width
-    restormer=dict(dim=48, blocks=(4, 6, 6, 8), heads=(1, 2, 4, 8), refinement=4, expansion=2.66),  # see `PaddedRestormer`
+    restormer=dict(dim=48, blocks=(4, 6, 6, 8), heads=(1, 2, 4, 8), refinement=4,
+                   expansion=2.66),  # see `PaddedRestormer`
 )
 
 
@@ -196,7 +224,8 @@ def restoration_net(
     dim, levels, heads, width = o["dim"], len(o["blocks"]) - 1, o.pop("heads", None), o.pop("width", None)
     prior = DepthPrior(dim * 2**levels, spatial_dims, levels, width) if name == "depth" else None
     attention = (lambda d: StripAttention(d, spatial_dims, heads * d // dim)) if name == "strip" else None
-    return RestorationTransformer(channels, channels, spatial_dims=spatial_dims, attention=attention, bottleneck=prior, **{"published": False} | o)
+    return RestorationTransformer(channels, channels, spatial_dims=spatial_dims, attention=attention, bottleneck=prior,
+                                  **{"published": False} | o)
 
 # %% ../../nbs/nets/01_restoration.ipynb #b3e1a9f1
 def nearest_width(
@@ -209,12 +238,16 @@ def nearest_width(
     "The width that makes a network as large as another; raises as `restoration_net` does."
     if parameters < 1: raise UserError(f"parameters={parameters} must be at least 1; such as those of another network")
     heads = (OPTIONS.get(name, {}) | options).get("heads", 1)
-    step = math.lcm(2 ** (spatial_dims - 1), *(h // math.gcd(h, 2**i) for i, h in enumerate(heads))) if name == "restormer" else heads
+    step = math.lcm(2 ** (spatial_dims - 1),
+                    *(h // math.gcd(h, 2**i) for i, h in enumerate(heads))) if name == "restormer" else heads
     first = spatial_dims if name == "strip" else 1
 
     def size(k):
         "Parameters of the k-th width."
-        with torch.device("meta"): return sum(p.numel() for p in restoration_net(name, spatial_dims, channels, dim=k * step, **options).parameters())
+        with torch.device("meta"):
+            return sum(p.numel() for p in restoration_net(name, spatial_dims, channels, dim=k * step,
+                **options).parameters())
 
-    k = bisect_left(range(math.isqrt(parameters) + first + 1), parameters, lo=first, key=size)  # a network has more than dim² parameters
+    # a network has more than dim² parameters
+    k = bisect_left(range(math.isqrt(parameters) + first + 1), parameters, lo=first, key=size)
     return step * min((k - 1, k), key=lambda i: abs(size(i) - parameters) if i >= first else math.inf)

@@ -26,7 +26,10 @@ def level_strides(
     strides, size = [(1, 1, 1)], list(size)
     while len(strides) < levels:
         step = tuple(2 if n % 2 == 0 and n >= 8 else 1 for n in size)
-        if step == (1, 1, 1) and not flat: raise UserError(f"{levels} levels do not fit the patch: after {len(strides)} of them {tuple(size)} voxels are left, of which none can be halved evenly with four left; take fewer filters, or sides that divide by {2 ** (levels - 1)}")
+        if step == (1, 1, 1) and not flat:
+            raise UserError(f"{levels} levels do not fit the patch: after {len(strides)} of them {tuple(size)} voxels "
+                            "are left, of which none can be halved evenly with four left; take fewer filters, "
+                            f"or sides that divide by {2 ** (levels - 1)}")
         strides.append(step)
         size = [n // s for n, s in zip(size, step)]
     return strides
@@ -34,7 +37,9 @@ def level_strides(
 
 def _fit(name, size, factor):
     for axis, n in zip("zyx", size):
-        if n % factor: raise UserError(f"image_size {tuple(size)} must divide by {factor} along {axis} for {name!r}; try {max(1, round(n / factor)) * factor}")
+        if n % factor:
+            raise UserError(f"image_size {tuple(size)} must divide by {factor} along {axis} for {name!r}; "
+                            f"try {max(1, round(n / factor)) * factor}")
 
 # %% ../../nbs/nets/02_segmentation.ipynb #482a105f
 class SupervisedUNet(DynUNet):
@@ -54,39 +59,53 @@ def _unet(channels, classes, size, filters, supervision, residual):
     filters = tuple(filters)
     if len(filters) < 3: raise UserError(f"filters={filters} must have at least three levels, such as (32, 64, 128)")
     if supervision is None: supervision = min(3, len(filters) - 2)
-    if not 0 <= supervision <= len(filters) - 2: raise UserError(f"supervision={supervision}: {len(filters)} levels have from 0 to {len(filters) - 2} coarser outputs")
+    if not 0 <= supervision <= len(filters) - 2:
+        raise UserError(f"supervision={supervision}: {len(filters)} levels have from 0 to {len(filters) - 2} coarser "
+                        "outputs")
     strides = level_strides(size, len(filters), flat=residual)
-    return SupervisedUNet(3, channels, classes, [3] * len(filters), strides, strides[1:], filters, deep_supervision=supervision > 0, deep_supr_num=max(1, supervision), res_block=residual)
+    return SupervisedUNet(3, channels, classes, [3] * len(filters), strides, strides[1:], filters,
+                          deep_supervision=supervision > 0, deep_supr_num=max(1, supervision), res_block=residual)
 
 
 WIDTHS = dict(dynunet=(32, 64, 128, 256), resunet=(40, 80, 80, 160, 160))  # of the levels
 
 
-def _dynunet(channels, classes, size, filters=WIDTHS["dynunet"], supervision=None): "nnU-Net's plain U-Net."; return _unet(channels, classes, size, filters, supervision, False)
+def _dynunet(channels, classes, size, filters=WIDTHS["dynunet"], supervision=None):
+    "nnU-Net's plain U-Net."; return _unet(channels, classes, size, filters, supervision, False)
 
 
-def _resunet(channels, classes, size, filters=WIDTHS["resunet"], supervision=None): "A residual U-Net of width 40 × [1, 2, 2, 4, 4]."; return _unet(channels, classes, size, filters, supervision, True)
+def _resunet(channels, classes, size, filters=WIDTHS["resunet"], supervision=None):
+    "A residual U-Net of width 40 × [1, 2, 2, 4, 4]."; return _unet(channels, classes, size, filters, supervision, True)
 
 
 def _segresnet(channels, classes, size, filters=(32,), blocks=(1, 2, 2, 4), supervision=None):
     "Auto3DSeg's SegResNet; `filters` is the width of the first level, which doubles with each."
-    if len(filters) != 1: raise UserError(f"filters={tuple(filters)}: 'segresnet' takes the first level's width alone, such as (32,)")
+    if len(filters) != 1:
+        raise UserError(f"filters={tuple(filters)}: 'segresnet' takes the first level's width alone, such as (32,)")
     if supervision is None: supervision = max(0, min(2, len(blocks) - 2))
-    if len(blocks) < 2 or not 0 <= supervision <= len(blocks) - 2: raise UserError(f"supervision={supervision}: {len(blocks)} levels have from 0 to {len(blocks) - 2} coarser outputs; there must be two levels at least")
+    if len(blocks) < 2 or not 0 <= supervision <= len(blocks) - 2:
+        raise UserError(f"supervision={supervision}: {len(blocks)} levels have from 0 to {len(blocks) - 2} coarser "
+                        "outputs; there must be two levels at least")
     _fit("segresnet", size, 2 ** (len(blocks) - 1))
-    return SegResNetDS(3, filters[0], channels, classes, norm="instance", blocks_down=tuple(blocks), dsdepth=supervision + 1)
+    return SegResNetDS(3, filters[0], channels, classes, norm="instance", blocks_down=tuple(blocks),
+                       dsdepth=supervision + 1)
 
 
 def _swinunetr(channels, classes, size, filters=(24,)):
     "Swin UNETR; `filters` is its feature size, a multiple of 12."
-    if len(filters) != 1 or filters[0] % 12: raise UserError(f"filters={tuple(filters)}: 'swinunetr' takes one width, a multiple of 12, such as (24,)")
+    if len(filters) != 1 or filters[0] % 12:
+        raise UserError(f"filters={tuple(filters)}: 'swinunetr' takes one width, a multiple of 12, such as (24,)")
     _fit("swinunetr", size, 32)
-    if max(size) < 64: raise UserError(f"image_size {tuple(size)}: 'swinunetr' halves five times, and its norms need more than one voxel at the end; make one side 64 or more")
-    with torch.device("cpu"): return SwinUNETR(channels, classes, feature_size=filters[0])  # its constructor reads numbers, which a meta device has not
+    if max(size) < 64:
+        raise UserError(f"image_size {tuple(size)}: 'swinunetr' halves five times, "
+                        "and its norms need more than one voxel at the end; make one side 64 or more")
+    # its constructor reads numbers, which a meta device has not
+    with torch.device("cpu"): return SwinUNETR(channels, classes, feature_size=filters[0])
 
 # %% ../../nbs/nets/02_segmentation.ipynb #525ce022
 NETWORKS = dict(dynunet=_dynunet, resunet=_resunet, segresnet=_segresnet, swinunetr=_swinunetr)
-OPTIONS = dict(dynunet=("filters", "supervision"), resunet=("filters", "supervision"), segresnet=("filters", "blocks", "supervision"), swinunetr=("filters",))
+OPTIONS = dict(dynunet=("filters", "supervision"), resunet=("filters", "supervision"),
+               segresnet=("filters", "blocks", "supervision"), swinunetr=("filters",))
 
 
 def segmentation_net(
@@ -128,10 +147,12 @@ def classes_of(
     largest:bool=False,  # keep only the largest component of each label
 ) -> np.ndarray:  # (z, y, x) uint8
     "From probabilities to classes; raises `UserError` for a threshold that is none."
-    if threshold is not None and not 0 <= threshold <= 1: raise UserError(f"threshold={threshold} must be in [0, 1]; None takes the most likely class")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise UserError(f"threshold={threshold} must be in [0, 1]; None takes the most likely class")
     if threshold is None: made = p.argmax(0)
     else: top, made = p[1:].max(0); made = torch.where(top >= threshold, made + 1, 0)
     if largest:
         from monai.transforms import KeepLargestConnectedComponent
-        made = KeepLargestConnectedComponent(applied_labels=list(range(1, len(p))), is_onehot=False, independent=True, connectivity=1)(made[None])[0]
+        made = KeepLargestConnectedComponent(applied_labels=list(range(1, len(p))), is_onehot=False, independent=True,
+                                             connectivity=1)(made[None])[0]
     return made.numpy().astype(np.uint8)

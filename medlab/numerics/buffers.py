@@ -16,11 +16,13 @@ class Buffers:
     def __init__(self,
         model:torch.nn.Module,
     ):
-        self.slots = [(m._buffers, k, isinstance(m, _NormBase)) for m in model.modules() for k, b in m._buffers.items() if b is not None]
+        self.slots = [(m._buffers, k, isinstance(m, _NormBase)) for m in model.modules() for k, b in m._buffers.items()
+                      if b is not None]
         self.seen, self.kept, self.versions = [], [], []
 
     def _moved(self):
-        return [i for i, ((held, k, always), b, v) in enumerate(zip(self.slots, self.seen, self.versions)) if always or held[k] is not b or b._version != v]
+        return [i for i, ((held, k, always), b, v) in enumerate(zip(self.slots, self.seen, self.versions))
+                if always or held[k] is not b or b._version != v]
 
     @torch.no_grad()
     def save(self):
@@ -58,4 +60,5 @@ class Buffers:
         for dtype in {self.seen[i].dtype for i in moved}:
             now, kept = zip(*((self.seen[i], self.kept[i]) for i in moved if self.seen[i].dtype == dtype))
             flat = torch.where(found > 0, torch.cat([b.flatten() for b in kept]), torch.cat([b.flatten() for b in now]))
-            torch._foreach_copy_(now, [b.view_as(a) for a, b in zip(now, flat.split([a.numel() for a in now]))])  # the counts stay: the next `save` takes them all
+            # the counts stay: the next `save` takes them all
+            torch._foreach_copy_(now, [b.view_as(a) for a, b in zip(now, flat.split([a.numel() for a in now]))])

@@ -44,10 +44,12 @@ class TensorReport:
         return self.first is None
 
     def __str__(self):
-        kinds = ", ".join(f"{n:,} {k}" for n, k in ((self.nan, "NaN"), (self.posinf, "+Inf"), (self.neginf, "−Inf")) if n)
+        kinds = ", ".join(f"{n:,} {k}" for n, k in ((self.nan, "NaN"), (self.posinf, "+Inf"), (self.neginf, "−Inf"))
+                          if n)
         where = f"{self.name} {self.dtype}{list(self.shape)}"
         rest = f"finite values in [{self.min:.4g}, {self.max:.4g}]" if self.min <= self.max else "no finite value"
-        return f"{where}: {rest}" if self.ok else f"{where}: {kinds} of {math.prod(self.shape):,}, first at {self.first}; {rest}"
+        return (f"{where}: {rest}" if self.ok
+                else f"{where}: {kinds} of {math.prod(self.shape):,}, first at {self.first}; {rest}")
 
 # %% ../../nbs/numerics/00_finite.ipynb #bf23d29b
 def tensor_report(
@@ -62,8 +64,9 @@ def tensor_report(
     bad = None if good.all() else tuple(int(i) for i in (~good).nonzero()[0])
     low, high = (float(m) for m in kept.aminmax()) if len(kept) else (math.nan, math.nan)
     count = lambda hits: int(hits.sum())
-    return TensorReport(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), count(v.isnan()), count(v == math.inf), count(v == -math.inf),
-        bad[:x.dim()] if bad is not None else None, low, high, max(abs(low), abs(high)))
+    return TensorReport(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), count(v.isnan()),
+                        count(v == math.inf), count(v == -math.inf), bad[:x.dim()] if bad is not None else None, low,
+                        high, max(abs(low), abs(high)))
 
 # %% ../../nbs/numerics/00_finite.ipynb #9e68e567
 class NotFinite(FloatingPointError):
@@ -111,13 +114,15 @@ def bad_samples(
     "The samples of a batch that cannot be trained on."
     why = {}
     for name, x in tensors.items():
-        rows = (torch.view_as_real(x) if x.is_complex() else x).detach().flatten(1) if x.dim() > 1 else x.detach()[:, None]
+        rows = (torch.view_as_real(x) if x.is_complex() else x).detach().flatten(1) if x.dim() > 1 else x.detach()[:,
+            None]
         if not rows.is_floating_point() or not rows.numel(): continue
         low, high = rows.aminmax(dim=1)
         bad = ~(low.isfinite() & high.isfinite() & (low >= -limit) & (high <= limit))
         for i in bad.nonzero()[:, 0].tolist():
             r = tensor_report(name, x[i])
-            why.setdefault(i, []).append(f"{r}" if not r.ok else f"{name}: absmax {r.absmax:.4g} above the limit {limit:.4g}")
+            why.setdefault(i, []).append(f"{r}" if not r.ok
+                                         else f"{name}: absmax {r.absmax:.4g} above the limit {limit:.4g}")
     return {i: "; ".join(w) for i, w in sorted(why.items())}
 
 # %% ../../nbs/numerics/00_finite.ipynb #2fcb9407
@@ -126,7 +131,9 @@ def log_cumprod_complement(
 ) -> Tensor:  # (t,) float64 on the CPU, ≤ 0
     "log ∏(1 − βₛ) for every prefix, in FP64; raises `ValueError` where a β lies outside [0, 1)."
     beta = torch.as_tensor(beta, dtype=torch.float64, device="cpu")
-    if not ((beta >= 0) & (beta < 1)).all(): raise ValueError(f"β in [{beta.min():.4g}, {beta.max():.4g}]; every β must lie in [0, 1), for log(1 − β) to exist")
+    if not ((beta >= 0) & (beta < 1)).all():
+        raise ValueError(f"β in [{beta.min():.4g}, {beta.max():.4g}]; every β must lie in [0, 1), "
+                         "for log(1 − β) to exist")
     return torch.log1p(-beta).cumsum(0)
 
 

@@ -47,7 +47,9 @@ def robust_sqrt(
     eps:float=1e-12,  # added under the root, > 0 in the type of `x`; the bias is at most √eps
 ) -> Tensor:
     "√(x + eps), whose slope is at most 1/(2√eps); raises `UserError` where eps is 0 in the type of x."
-    if not torch.tensor(eps, dtype=x.dtype) > 0: raise UserError(f"eps={eps} is not above 0 in {x.dtype}; take ≥ {torch.finfo(x.dtype).smallest_normal:.1g}, or cast the input to float32")
+    if not torch.tensor(eps, dtype=x.dtype) > 0:
+        raise UserError(f"eps={eps} is not above 0 in {x.dtype}; take ≥ {torch.finfo(x.dtype).smallest_normal:.1g}, "
+                        "or cast the input to float32")
     return torch.where(x < 0, x, x + eps).sqrt()
 
 # %% ../../nbs/numerics/01_half.ipynb #1099a8cb
@@ -60,10 +62,12 @@ class Seen(NamedTuple):
 
 def _seen(x, before=None):
     "The account of one tensor, added to an earlier one."
-    v = (torch.view_as_real(x.to(torch.complex64) if x.dtype == torch.complex32 else x) if x.is_complex() else x).detach()
+    v = (torch.view_as_real(x.to(torch.complex64) if x.dtype == torch.complex32 else x) if x.is_complex()
+         else x).detach()
     good = v.isfinite()
     top, bad = torch.where(good, v.abs(), 0).max().item(), int((~good).sum())
-    return Seen(str(x.dtype).removeprefix("torch."), max(top, before.absmax if before else 0.0), bad + (before.nonfinite if before else 0))
+    return Seen(str(x.dtype).removeprefix("torch."), max(top, before.absmax if before else 0.0),
+                bad + (before.nonfinite if before else 0))
 
 
 def computes_in_half(
@@ -71,7 +75,8 @@ def computes_in_half(
 ) -> bool:  # x is float16, or autocast to float16 is on where x lies
     "Whether the step computes in float16 at this point."
     device = x.device.type
-    return x.dtype == torch.float16 or torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+    return x.dtype == torch.float16 or torch.is_autocast_enabled(device) and torch.get_autocast_dtype(
+        device) == torch.float16
 
 # %% ../../nbs/numerics/01_half.ipynb #0fd545f7
 class Spectral(nn.Module):
@@ -98,7 +103,9 @@ class Spectral(nn.Module):
         x:Tensor,  # (..., *patch)
     ) -> Tensor:  # (..., *patch[:-1], patch[-1]//2 + 1) complex
         "The spectrum; unnormalised unless `ortho`. Raises `UserError` where the last axes are no patch."
-        if tuple(x.shape[-len(self.patch):]) != self.patch: raise UserError(f"last axes of {tuple(x.shape)} must be one patch {self.patch}; see medlab.nets.frequency.patch_view")
+        if tuple(x.shape[-len(self.patch):]) != self.patch:
+            raise UserError(f"last axes of {tuple(x.shape)} must be one patch {self.patch}; "
+                            "see medlab.nets.frequency.patch_view")
         self.mode, self.dtype = self.arithmetic(x), x.dtype
         if self.probe is not None: self.probe["arithmetic"] = self.mode
         X = self._store(torch.fft.rfftn(self._store(x, "input"), dim=self.axes))
@@ -123,7 +130,9 @@ class Spectral(nn.Module):
     def _store(self, x, name=None):
         "Keep a value as the arithmetic in force would keep it, and show it to the probe."
         if self.mode == "native half": x = x.to(torch.complex32 if x.is_complex() else torch.float16)
-        else: x = x.to({"float64": (torch.float64, torch.complex128)}.get(self.mode, (torch.float32, torch.complex64))[x.is_complex()])
+        else:
+            x = x.to({"float64": (torch.float64, torch.complex128)}.get(self.mode,
+                (torch.float32, torch.complex64))[x.is_complex()])
         if self.mode == "half emulated in float32": x = round_half(x)
         if name and self.probe is not None: self.probe[name] = _seen(x, self.probe.get(name))
         return x
@@ -160,8 +169,9 @@ class ChannelNorm(nn.Module):
     def _look(self, x, variance, y):
         low, high = variance.detach().aminmax()
         for k, v in dict(input=x, variance=variance, output=y).items(): self.probe[k] = _seen(v, self.probe.get(k))
-        self.probe.update(arithmetic=str(x.dtype).removeprefix("torch."), variance_min=min(low.item(), self.probe.get("variance_min", math.inf)),
-            variance_max=max(high.item(), self.probe.get("variance_max", 0.0)))
+        self.probe.update(arithmetic=str(x.dtype).removeprefix("torch."),
+                          variance_min=min(low.item(), self.probe.get("variance_min", math.inf)),
+                          variance_max=max(high.item(), self.probe.get("variance_max", 0.0)))
 
     def extra_repr(self):
         "The switches, for `print(model)`."

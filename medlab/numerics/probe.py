@@ -27,13 +27,16 @@ class Look:
 
     def __str__(self):
         where = f"{self.name or 'the model'} ({self.kind}, {self.dtype})"
-        return f"{where}: largest magnitude {self.absmax:.4g}" if not self.bad else f"{where}: {self.bad:,} of {self.size:,} values are not finite" + ("" if self.sound else "; its input was not finite either")
+        return (f"{where}: largest magnitude {self.absmax:.4g}" if not self.bad
+                else f"{where}: {self.bad:,} of {self.size:,} values are not finite"
+                + ("" if self.sound else "; its input was not finite either"))
 
 
 def _tensors(x):
     "The floating-point tensors in nested tuples, lists and dictionaries."
     if torch.is_tensor(x): return [x] if x.is_floating_point() or x.is_complex() else []
-    return [t for v in (x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ()) for t in _tensors(v)]
+    return [t for v in (x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ())
+            for t in _tensors(v)]
 
 
 def _sound(x): return all(bool(is_finite(t)) for t in _tensors(x))
@@ -48,7 +51,8 @@ class Probe:
         self.model, self.forward, self.backward = model, [], []  # `Look`s in the order of the passes
 
     def __enter__(self):
-        self._hooks = [m.register_forward_hook(self._hook(name), with_kwargs=True) for name, m in self.model.named_modules()]
+        self._hooks = [m.register_forward_hook(self._hook(name), with_kwargs=True)
+                       for name, m in self.model.named_modules()]
         return self
 
     def __exit__(self, *_):
