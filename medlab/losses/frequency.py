@@ -103,7 +103,7 @@ def amplitude_phase(
     prediction:Tensor,  # (b, c, y, x) or (b, c, z, y, x)
     target:Tensor,  # same shape
 ) -> dict:  # amplitude and phase, each (b,), squared unit of the images; their sum is the mean squared error
-    "Mean squared error as errors of amplitude and of phase weighted by amplitude; UserError for images that do not fit."
+    "Mean squared error as errors of amplitude and of phase weighted by amplitude; raises UserError for unlike images."
     prediction, target = _pair(prediction, target)
     with fp32_island():
         parts = _split(_spectrum(prediction, "ortho"), _spectrum(target, "ortho"))
