@@ -60,7 +60,7 @@ def _range(truth, mask, data_range):
                         "state the range, such as data_range=2")
     return float(data_range)
 
-
+# %% ../nbs/03_metrics.ipynb #4e4ece6a
 def psnr(
     prediction,  # (z, y, x) or (y, x) array or tensor
     truth,  # same shape

@@ -27,7 +27,7 @@ def _spline(u, n):
     d = np.abs((1 + (u + 1) / 2 * (n - 3))[:, None] - np.arange(n))
     return np.where(d < 1, 2 / 3 - d**2 + d**3 / 2, np.clip(2 - d, 0, None) ** 3 / 6)
 
-
+# %% ../nbs/01_phantoms.ipynb #e8f71ced
 def smooth_field(
     rng:np.random.Generator,  # draws n³ numbers
     axes,  # three arrays of positions in [−1, 1], for z, y, x
@@ -65,7 +65,7 @@ def _deep_structures(rng, label, side, z, y, x):
     for what, centre, radii in _DEEP:
         label[_ellipsoid(z, y, x * side - 0.15 * y**2, centre, [r * scale[what] for r in radii])] = what
 
-
+# %% ../nbs/01_phantoms.ipynb #101da5af
 def _healthy(rng, axes, grid):
     "Labels (index into TISSUES, −1 outside) of a brain without lesions, and where its tissue is."
     warped = [g + 0.04 * smooth_field(rng, axes, 6) for g in grid]
@@ -170,7 +170,7 @@ def _scan(rng, clean, mask, axes, noise, bias):
         images[m] = np.where(mask, np.hypot(clean[m] * shade + real, imaginary), 0).astype(np.float32)
     return images
 
-
+# %% ../nbs/01_phantoms.ipynb #2afc117b
 def _tumour_labels(tissues):
     "The labels of BraTS, where most of a voxel is that tissue."
     seg = np.zeros(tissues["necrosis"].shape, np.uint8)
@@ -212,7 +212,7 @@ def _write_case(folder, name, b):
     for m, a in {**b.images, "seg": b.seg}.items():
         nib.save(nib.Nifti1Image(a.T, b.affine), folder / f"{name}-{m}.nii.gz")
 
-
+# %% ../nbs/01_phantoms.ipynb #3d4d93b3
 def write_brats(
     folder,  # where the case folders go; made if absent
     seeds,  # a case for each

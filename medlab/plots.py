@@ -233,16 +233,16 @@ def _masked(items, mask):
     return arrays, mask != 0
 
 
-def _heading(fig, title):
-    fig.text(0.3 / fig.get_figwidth(), 1 - 0.05 / fig.get_figheight(), plain(title, 90), fontsize=11, va="top")
-
-# %% ../nbs/02_plots.ipynb #82d8480d
 def _compared(arrays, mask, at):
     "The voxel that is shown, and the grey window of each volume, the last two of which are prediction and truth."
     truth = arrays[-1]
     inside = _foreground(truth) if mask is None else mask
     grey = _window(truth, inside & np.isfinite(truth))
     return _at(at, truth.shape, inside), [*(_window(v, _foreground(v)) for v in arrays[:-2]), grey, grey]
+
+
+def _heading(fig, title):
+    fig.text(0.3 / fig.get_figwidth(), 1 - 0.05 / fig.get_figheight(), plain(title, 90), fontsize=11, va="top")
 
 # %% ../nbs/02_plots.ipynb #cd220d4d
 def show_prediction(

@@ -114,7 +114,7 @@ def _factor(self:Schedule, row, t, like):
         raise UserError(f"{len(value)} times for a batch of {len(like)}; give one for each sample, or one for all")
     return value.to(like.device, like.dtype, non_blocking=True)
 
-
+# %% ../../nbs/losses/00_diffusion.ipynb #1ebd607d
 @patch
 def signal(self:Schedule, t, like) -> Tensor:
     "√ᾱ(t) in the dtype and on the device of `like` (b, …), shaped (b, 1, …); `t` is (b,) or one integer."
@@ -161,7 +161,7 @@ def add_noise(
     a, s = _factors(schedule, x0, t, "epsilon", eps)
     return a * x0 + s * eps
 
-
+# %% ../../nbs/losses/00_diffusion.ipynb #2832d5b1
 def target(
     schedule:Schedule,  # that of the training
     x0:Tensor,  # (b, …) image

@@ -74,7 +74,7 @@ def _shift(out, shifted, d):
     torch.minimum(up, shifted[:-d], out=up)
     torch.minimum(down, shifted[d:], out=down)
 
-
+# %% ../../nbs/losses/03_edt.ipynb #a1dbfa46
 def _by_shift(f, out, scratch, parabola, rows, reach, low, high, w2):
     "All candidates in reach, the nearest first; by source, where that becomes the shorter way."
     d, look = 0, 4
@@ -113,7 +113,7 @@ def _blocks(x, room):
     deep = max(1, room // (n * columns))
     return (b.movedim(1, 0) for slab in x.split(deep) for b in slab.split(columns, 2))
 
-
+# %% ../../nbs/losses/03_edt.ipynb #00f4ae59
 def _across(
     x,  # (outer, n, inner) squared distances, in place
     w,  # voxel size along the middle axis
@@ -199,7 +199,7 @@ def _kernels(x):
     from medlab.losses import edt_triton
     return edt_triton
 
-
+# %% ../../nbs/losses/03_edt.ipynb #f5dfef61
 def _each(f, masks):
     "`f` of every mask of a batch; of a single one without a copy."
     if len(masks) == 1: return f(masks[0])
@@ -260,7 +260,7 @@ def _outside(mask, box, spacing, limit):
     out[near] = part
     return out
 
-
+# %% ../../nbs/losses/03_edt.ipynb #059b5882
 def _signed(mask, spacing, limit, offset):
     "Signed distance of one mask; `offset` is taken from distances inside."
     if (box := _box(mask)) is None: return torch.full(mask.shape, limit, device=mask.device)

@@ -26,7 +26,7 @@ def _edges(x):
 
 def _halve(x): return F.interpolate(x, size=[-(-n // 2) for n in x.shape[2:]], mode="area")
 
-
+# %% ../../nbs/losses/05_stagger.ipynb #83bcbbfd
 def _check_pair(prediction, target, levels):
     "Raise UserError for shapes that differ, and for more levels than the image has."
     if prediction.shape != target.shape or prediction.ndim not in (4, 5):

@@ -107,7 +107,7 @@ def _check_input(self:ClassLoss, input):
         raise UserError(f"ignore_index={self.ignore_index} needs labels, and the target has {c} channels; "
                         "give a label map with to_onehot_y=True")
 
-
+# %% ../../nbs/losses/04_surface.ipynb #0a403fec
 @patch
 def prepare(self:ClassLoss,
     input:Tensor,  # (b, c, y, x) or (b, c, z, y, x)
@@ -176,7 +176,7 @@ class StepLoss(ClassLoss):
         "From `state_dict`."
         self.step = state["step"]
 
-
+# %% ../../nbs/losses/04_surface.ipynb #b782f66a
 def set_step(
     module:torch.nn.Module,  # a loss, or anything that holds some
     step:int,  # number of the optimizer step that is about to be made, ≥ 0
@@ -198,7 +198,7 @@ def _check_weights(exponent, alpha, prediction_interval):
         raise UserError(f"prediction_interval={prediction_interval} must be a whole number of optimizer steps, "
                         "at least 1; 1 makes the term always")
 
-
+# %% ../../nbs/losses/04_surface.ipynb #518826ef
 def _check_space(spacing, max_distance, boundary, size):
     "Raise UserError for what the distance transform does not take."
     if boundary not in BOUNDARIES: raise UnknownName("boundary", boundary, BOUNDARIES)
@@ -278,7 +278,7 @@ def _values(self:SurfaceDistanceLoss, p, truth, given, wanted):
     self._collect(parts[:1 + bool(k)])
     return parts[0] + k * parts[1], count, gradient
 
-
+# %% ../../nbs/losses/04_surface.ipynb #b4ce23cb
 @patch
 def _collect(self:SurfaceDistanceLoss, parts):
     "Hand the terms to the probe, where there is one."
@@ -298,7 +298,7 @@ def _check_fit(self:SurfaceDistanceLoss, input, p, target_distance):
         raise UserError(f"target_distance {tuple(target_distance.shape)} does not fit the classes that count, "
                         f"{tuple(p.shape)}; give one map for each of them")
 
-
+# %% ../../nbs/losses/04_surface.ipynb #28f3df16
 @patch
 def forward(self:SurfaceDistanceLoss,
     input:Tensor,  # (b, c, y, x) or (b, c, z, y, x)

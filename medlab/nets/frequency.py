@@ -182,22 +182,42 @@ class _Parts:
         "A block, with or without attention."
         return TransformerBlock(dim, self.expansion, self.attention(dim) if attend else None, self.patch, self.n)
 
-    def stage(self, dim, count, attend): return nn.ModuleList(self.block(dim, attend) for _ in range(count))
+    def stage(self, dim, count, attend):
+        "The blocks of a level."
+        return nn.ModuleList(self.block(dim, attend) for _ in range(count))
 
     def stages(self, dims, counts, attend):
+        "The blocks of all levels."
         return nn.ModuleList(self.stage(d, count, attend) for d, count in zip(dims, counts))
 
-    def conv(self, a, b): return _conv(self.n, a, b, 3, padding=1)
+    def fuse(self, dim):
+        "Where decoder and encoder meet."
+        return Fuse(dim, self.patch, self.n)
 
-    def unused(self, dim): return _conv(self.n, dim, dim // 2, 1).requires_grad_(False)
+# %% ../../nbs/nets/00_frequency.ipynb #16a5a4a3
+@patch
+def conv(self:_Parts, a, b):
+    "A 3×3 convolution."
+    return _conv(self.n, a, b, 3, padding=1)
 
-    def down(self, dim): return nn.Sequential(getattr(nn, f"AvgPool{self.n}d")(2), self.conv(dim, 2 * dim))
 
-    def up(self, dim):
-        upsample = nn.Upsample(scale_factor=2, mode={2: "bilinear", 3: "trilinear"}[self.n])
-        return nn.Sequential(upsample, self.conv(2 * dim, dim))
+@patch
+def down(self:_Parts, dim):
+    "From a level to the one below."
+    return nn.Sequential(getattr(nn, f"AvgPool{self.n}d")(2), self.conv(dim, 2 * dim))
 
-    def fuse(self, dim): return Fuse(dim, self.patch, self.n)
+
+@patch
+def up(self:_Parts, dim):
+    "From the level below."
+    upsample = nn.Upsample(scale_factor=2, mode={2: "bilinear", 3: "trilinear"}[self.n])
+    return nn.Sequential(upsample, self.conv(2 * dim, dim))
+
+
+@patch
+def unused(self:_Parts, dim):
+    "The convolution of the published network that nothing calls."
+    return _conv(self.n, dim, dim // 2, 1).requires_grad_(False)
 
 # %% ../../nbs/nets/00_frequency.ipynb #99b28f18
 def _check_channels(in_channels, out_channels, residual):
@@ -243,7 +263,7 @@ def _block(self:FrequencyTransformer, block, *x):
     if not (self.checkpointing and torch.is_grad_enabled()): return block(*x)
     return checkpoint(block, *x, use_reentrant=False)
 
-# %% ../../nbs/nets/00_frequency.ipynb #0f7bc3b4
+
 @patch
 def _run(self:FrequencyTransformer, stage, x):
     "Call the blocks of a stage one after another."
@@ -347,7 +367,7 @@ def set_fft_fp32(
     "Set the arithmetic of every transform; raises `UserError` where the model has none."
     _set(model, Spectral, "fp32", bool(value))
 
-# %% ../../nbs/nets/00_frequency.ipynb #d244558c
+
 def set_fft_ortho(
     model:nn.Module,  # any that holds `Spectral` layers
     value:bool,  # scale both transforms by 1/√N; False: the inverse by 1/N

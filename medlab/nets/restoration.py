@@ -118,6 +118,19 @@ def bounded_depth(
     return torch.cat([1 / (1 + median / d), (d > 0).to(d.dtype)], 1)
 
 # %% ../../nbs/nets/01_restoration.ipynb #66b34121
+def _check_prior(levels, width):
+    "Raise UserError for sizes that a prior cannot have."
+    if levels < 1 or width % 4 or width < 4:
+        raise UserError(f"levels={levels}, width={width}: depth is halved at least once, "
+                        "and the width is a multiple of 4; try width=256 and blocks of at least two levels")
+
+
+def _he_weights(*layers):
+    "Start weights after He et al. (2015, eq. 10); layers without weights are passed over."
+    for m in layers:
+        if hasattr(m, "weight"): nn.init.kaiming_normal_(m.weight, nonlinearity="relu")
+
+# %% ../../nbs/nets/01_restoration.ipynb #69ea39e9
 class DepthPrior(nn.Module):
     "Fuse a depth map into the features of a bottleneck."
 
@@ -128,9 +141,7 @@ class DepthPrior(nn.Module):
         width:int=256,  # channels at which both meet, a multiple of 4
     ):
         super().__init__()
-        if levels < 1 or width % 4 or width < 4:
-            raise UserError(f"levels={levels}, width={width}: depth is halved at least once, "
-                            "and the width is a multiple of 4; try width=256 and blocks of at least two levels")
+        _check_prior(levels, width)
         conv = Conv["conv", spatial_dims]
         widths = [2] + [width // 4] * (levels - 1) + [width]
         self.encode = nn.Sequential(*(m for a, b in zip(widths, widths[1:])
@@ -138,8 +149,7 @@ class DepthPrior(nn.Module):
         self.enter, self.leave = conv(dim, width, 1), conv(width, dim, 1)
         self.fuse = nn.Sequential(nn.GELU(), conv(2 * width, width, 1), conv(width, width, 3, padding=1, groups=width),
                                   nn.GELU())
-        for m in (*self.encode, self.enter, *self.fuse):
-            if not isinstance(m, nn.GELU): nn.init.kaiming_normal_(m.weight, nonlinearity="relu")
+        _he_weights(*self.encode, self.enter, *self.fuse)
 
     def forward(self,
         features:Tensor,  # (b, dim, *space)

@@ -159,7 +159,7 @@ def classes_of(
     if largest: made = _largest_components(made, len(p))
     return made.numpy().astype(np.uint8)
 
-
+# %% ../../nbs/nets/02_segmentation.ipynb #116324e7
 def _labels_above(p, threshold):
     top, label = p[1:].max(0)
     return torch.where(top >= threshold, label + 1, 0)

@@ -41,7 +41,7 @@ def _see(self:Buffers, i):
     if held[k] is not self.seen[i]: self.seen[i], self.kept[i] = held[k], held[k].detach().clone()
     self.versions[i] = held[k]._version
 
-
+# %% ../../nbs/numerics/02_buffers.ipynb #3d7f9cca
 @patch
 def save(self:Buffers):
     "Keep the buffers as they are now."

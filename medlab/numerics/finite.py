@@ -56,7 +56,7 @@ def _first_bad(good, dims):
     "Index of the first value that is not good, without the axis of real and imaginary parts; None: all are."
     return None if good.all() else tuple(int(i) for i in (~good).nonzero()[0])[:dims]
 
-
+# %% ../../nbs/numerics/00_finite.ipynb #16f7732a
 def tensor_report(
     name:str,  # how messages call the tensor
     x,  # tensor or array, any shape, dtype and device
@@ -79,7 +79,7 @@ class NotFinite(FloatingPointError):
         super().__init__(str(report))
         self.report = report
 
-
+# %% ../../nbs/numerics/00_finite.ipynb #685421ae
 @dataclass(frozen=True)
 class Report:
     "The accounts of several tensors; its text has one line per bad one."
@@ -144,7 +144,7 @@ def log_cumprod_complement(
                          "for log(1 − β) to exist")
     return torch.log1p(-beta).cumsum(0)
 
-
+# %% ../../nbs/numerics/00_finite.ipynb #225596fd
 def one_minus_exp(
     log:Tensor,  # logarithms ≤ 0
 ) -> Tensor:  # 1 − e^log, in [0, 1], without cancellation

@@ -60,7 +60,7 @@ class Seen(NamedTuple):
     absmax:float  # largest finite magnitude of a real or imaginary part; 0 where there is none
     nonfinite:int  # number of NaN and infinite parts
 
-
+# %% ../../nbs/numerics/01_half.ipynb #919fd400
 def _as_real(x):
     if not x.is_complex(): return x
     return torch.view_as_real(x.to(torch.complex64) if x.dtype == torch.complex32 else x)
@@ -152,7 +152,7 @@ def product(self:Spectral,
     b = self._store(b)
     return self._store(a * (b.conj() if conjugate else b), "product")
 
-
+# %% ../../nbs/numerics/01_half.ipynb #f24f7cf2
 @patch
 def inverse(self:Spectral,
     X:Tensor,  # (..., *patch[:-1], patch[-1]//2 + 1) complex

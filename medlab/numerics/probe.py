@@ -67,7 +67,7 @@ def _look(self:Probe, name, module, t, sound):
     r = tensor_report(name, t)
     return Look(name, type(module).__name__, r.dtype, r.absmax, r.nan + r.posinf + r.neginf, t.numel(), sound)
 
-
+# %% ../../nbs/numerics/03_probe.ipynb #9211096d
 @patch
 def _hook(self:Probe, name):
     "A forward hook for the module of that name."
