@@ -15,7 +15,8 @@ import numpy as np
 from .core import UserError, derive_seed
 
 # %% ../nbs/01_phantoms.ipynb #66264f9f
-TISSUES = dict(white=(620, 78, 0.70), grey=(980, 98, 0.82), deep=(800, 82, 0.77), csf=(4000, 1800, 1.0),
+TISSUES = dict(  # T1 ms, T2 ms, proton density
+    white=(620, 78, 0.70), grey=(980, 98, 0.82), deep=(800, 82, 0.77), csf=(4000, 1800, 1.0),
     oedema=(1400, 170, 0.86), gliosis=(1150, 135, 0.80), necrosis=(2200, 320, 0.94), enhancing=(1250, 120, 0.85))
 PATHOLOGY = ("oedema", "gliosis", "necrosis", "enhancing")
 LABELS = dict(necrosis=1, oedema=2, enhancing=3)  # as in BraTS since 2023
@@ -26,55 +27,73 @@ def _spline(u, n):
     d = np.abs((1 + (u + 1) / 2 * (n - 3))[:, None] - np.arange(n))
     return np.where(d < 1, 2 / 3 - d**2 + d**3 / 2, np.clip(2 - d, 0, None) ** 3 / 6)
 
-
+# %% ../nbs/01_phantoms.ipynb #e8f71ced
 def smooth_field(
-    rng:np.random.Generator,
+    rng:np.random.Generator,  # draws n³ numbers
     axes,  # three arrays of positions in [−1, 1], for z, y, x
     n:int,  # control points along each axis, ≥ 4; more of them make it rougher
 ) -> np.ndarray:  # (z, y, x) float32, mean 0, variance about 1
     "A smooth random field."
     z, y, x = (_spline(u, n) for u in axes)
-    return (np.einsum("za,yb,xc,abc->zyx", z, y, x, rng.standard_normal((n, n, n)), optimize=True) / 0.479**1.5).astype(np.float32)
+    field = np.einsum("za,yb,xc,abc->zyx", z, y, x, rng.standard_normal((n, n, n)), optimize=True)
+    return (field / 0.479**1.5).astype(np.float32)
 
 
 def _positions(size, fine=1): return [(np.arange(n * fine) + 0.5) / (n * fine) * 2 - 1 for n in size]
 
 # %% ../nbs/01_phantoms.ipynb #73d64e80
-def _ellipsoid(z, y, x, centre, radii): return ((z - centre[0]) / radii[0]) ** 2 + ((y - centre[1]) / radii[1]) ** 2 + ((x - centre[2]) / radii[2]) ** 2 < 1
+def _ellipsoid(z, y, x, centre, radii):
+    return ((z - centre[0]) / radii[0]) ** 2 + ((y - centre[1]) / radii[1]) ** 2 + ((x - centre[2]) / radii[2]) ** 2 < 1
 
 
-def _healthy(rng, axes, grid):
-    "Labels (index into TISSUES, −1 outside) of a brain without lesions, and where its tissue is."
-    z, y, x = (g + 0.04 * smooth_field(rng, axes, 6) for g in grid)
+def _surface(rng, axes, z, y, x):
+    "Radius in the head (1 at its surface), and depth below the brain's folded surface."
     grow = rng.normal(1, 0.03, 3)
     r = np.sqrt((z / (0.82 * grow[0])) ** 2 + (y / (0.90 * grow[1])) ** 2 + (x / (0.80 * grow[2])) ** 2)
     pial = 1 - r + 0.20 * (np.abs(smooth_field(rng, axes, 15)) - 0.85)
-    pial = np.minimum(pial, np.abs(x) - 0.02 + np.maximum(0, 0.3 - z))
+    return r, np.minimum(pial, np.abs(x) - 0.02 + np.maximum(0, 0.3 - z))
+
+# %% ../nbs/01_phantoms.ipynb #6690cab4
+# index into TISSUES, centre, radii
+_DEEP = ((2, (-0.02, 0.18, 0.30), (0.15, 0.26, 0.09)), (2, (-0.05, -0.10, 0.13), (0.12, 0.20, 0.10)),
+         (3, (0.10, 0.02, 0.11), (0.13, 0.42, 0.065)))
+
+
+def _deep_structures(rng, label, side, z, y, x):
+    "Nuclei and ventricle of one side."
+    scale = {3: rng.normal(1, 0.25), 2: rng.normal(1, 0.08)}
+    for what, centre, radii in _DEEP:
+        label[_ellipsoid(z, y, x * side - 0.15 * y**2, centre, [r * scale[what] for r in radii])] = what
+
+# %% ../nbs/01_phantoms.ipynb #101da5af
+def _healthy(rng, axes, grid):
+    "Labels (index into TISSUES, −1 outside) of a brain without lesions, and where its tissue is."
+    warped = [g + 0.04 * smooth_field(rng, axes, 6) for g in grid]
+    r, pial = _surface(rng, axes, *warped)
     label = np.where(pial < 0, 3, np.where(pial < 0.14, 1, 0))
-    for side in (-1, 1):
-        ventricle, nucleus = rng.normal(1, 0.25), rng.normal(1, 0.08)
-        for what, centre, radii in ((2, (-0.02, 0.18, 0.30), (0.15 * nucleus, 0.26 * nucleus, 0.09 * nucleus)), (2, (-0.05, -0.10, 0.13), (0.12 * nucleus, 0.20 * nucleus, 0.10 * nucleus)),
-                (3, (0.10, 0.02, 0.11), (0.13 * ventricle, 0.42 * ventricle, 0.065 * ventricle))):
-            label[_ellipsoid(z, y, x * side - 0.15 * y**2, centre, radii)] = what
+    for side in (-1, 1): _deep_structures(rng, label, side, *warped)
     return np.where(r > 1, -1, label), pial > 0
 
-
-def _diseased(rng, axes, grid, label, tissue):
-    "Add small lesions and one tumour."
-    z, y, x = grid
+# %% ../nbs/01_phantoms.ipynb #03660f23
+def _small_lesions(rng, label, z, y, x):
+    "A few gliotic or cystic spots."
     for _ in range(rng.poisson(5)):
         centre, radius = rng.normal(0, 0.33, 3), rng.uniform(0.04, 0.11)
         label[_ellipsoid(z, y, x, centre, (radius,) * 3) & (label == 0)] = 5 if rng.random() < 0.6 else 3
+
+
+def _tumour(rng, axes, label, tissue, z, y, x):
+    "Oedema, enhancing rim and necrotic core, from the outside in."
     centre, radius = rng.uniform(-0.42, 0.42, 3), rng.uniform(0.14, 0.3)
-    rho = np.sqrt((z - centre[0]) ** 2 + (y - centre[1]) ** 2 + (x - centre[2]) ** 2) / radius + 0.25 * smooth_field(rng, axes, 8)
+    distance = np.sqrt((z - centre[0]) ** 2 + (y - centre[1]) ** 2 + (x - centre[2]) ** 2)
+    rho = distance / radius + 0.25 * smooth_field(rng, axes, 8)
     label[(rho < rng.uniform(1.3, 2.0)) & (label == 0)] = 4
     label[(rho < 1) & tissue & (label >= 0)] = 7
     label[(rho < rng.uniform(0.45, 0.75)) & tissue & (label >= 0)] = 6
-    return label
 
-
+# %% ../nbs/01_phantoms.ipynb #c600e342
 def tissue_maps(
-    rng:np.random.Generator,
+    rng:np.random.Generator,  # of the anatomy
     size,  # (z, y, x) voxels
     lesion:bool=True,  # with lesions and a tumour
 ) -> dict:  # tissue → (z, y, x) fraction in [0, 1]; they sum to 1 inside the head and fall to 0 outside
@@ -82,19 +101,23 @@ def tissue_maps(
     axes = _positions(size, 2)
     grid = [g.astype(np.float32) for g in np.meshgrid(*axes, indexing="ij")]
     label, tissue = _healthy(rng, axes, grid)
-    if lesion: label = _diseased(rng, axes, grid, label, tissue)
+    if lesion:
+        _small_lesions(rng, label, *grid)
+        _tumour(rng, axes, label, tissue, *grid)
     z, y, x = size
     return {k: (label == i).reshape(z, 2, y, 2, x, 2).mean((1, 3, 5), dtype=np.float32) for i, k in enumerate(TISSUES)}
 
 # %% ../nbs/01_phantoms.ipynb #d68c3e64
-def spin_echo(t1, t2, density, tr, te): "Signal of a spin echo; times in ms."; return density * (1 - np.exp(-tr / t1)) * np.exp(-te / t2)
+def spin_echo(t1, t2, density, tr, te):
+    "Signal of a spin echo; times in ms."
+    return density * (1 - np.exp(-tr / t1)) * np.exp(-te / t2)
 
 
 def flair(t1, t2, density, tr, te, ti):
     "Magnitude signal of an inversion recovery; times in ms."
     return np.abs(density * (1 - 2 * np.exp(-ti / t1) + np.exp(-tr / t1)) * np.exp(-te / t2))
 
-
+# %% ../nbs/01_phantoms.ipynb #268c7195
 def contrasts(
     t1, t2, density,  # tissue properties: ms, ms, relative to water; numbers or arrays
     leaks:bool=False,  # whether contrast agent reaches the tissue
@@ -102,8 +125,10 @@ def contrasts(
 ) -> dict:  # modality → signal
     "The four contrasts of a tissue."
     short = 1 / (1 / t1 + (1 / 450 if leaks else 0))
-    tr1, tr2, te2, te3, ti = 500 * vary(0.03), 4500 * vary(0.03), 100 * vary(0.03), 120 * vary(0.03), 2400 * vary(0.02)
-    return dict(t1n=spin_echo(t1, t2, density, tr1, 12), t1c=spin_echo(short, t2, density, tr1, 12), t2w=spin_echo(t1, t2, density, tr2, te2), t2f=flair(t1, t2, density, 9000, te3, ti))
+    tr1, tr2 = 500 * vary(0.03), 4500 * vary(0.03)
+    te2, te3, ti = 100 * vary(0.03), 120 * vary(0.03), 2400 * vary(0.02)
+    return dict(t1n=spin_echo(t1, t2, density, tr1, 12), t1c=spin_echo(short, t2, density, tr1, 12),
+                t2w=spin_echo(t1, t2, density, tr2, te2), t2f=flair(t1, t2, density, 9000, te3, ti))
 
 # %% ../nbs/01_phantoms.ipynb #295d0ef7
 MODALITIES = ("t1n", "t1c", "t2w", "t2f")
@@ -120,7 +145,7 @@ class Brain:
     affine:np.ndarray  # (4, 4) index (x, y, z) → RAS mm
     spacing:tuple  # (z, y, x) mm
 
-
+# %% ../nbs/01_phantoms.ipynb #93161cdf
 def _render(rng, tissues, axes):
     "Clean contrasts of tissue maps, with properties that vary from case to case and from place to place."
     vary = lambda share: float(np.exp(share * rng.standard_normal()))
@@ -129,50 +154,74 @@ def _render(rng, tissues, axes):
     clean = dict.fromkeys(MODALITIES, 0)
     for k, (t1, t2, density) in TISSUES.items():
         share = 0.12 if k in PATHOLOGY else 0.05
-        made = contrasts(t1 * vary(share) * places[0], t2 * vary(share) * places[1], density * vary(0.02), k == "enhancing", protocol.get)
+        made = contrasts(t1 * vary(share) * places[0], t2 * vary(share) * places[1], density * vary(0.02),
+                         k == "enhancing", protocol.get)
         clean = {m: clean[m] + tissues[k] * made[m] for m in MODALITIES}
     return clean
 
+# %% ../nbs/01_phantoms.ipynb #6a86ec62
+def _scan(rng, clean, mask, axes, noise, bias):
+    "Images of clean contrasts, with shading and Rician noise; 0 outside of the brain."
+    images, coil = {}, smooth_field(rng, axes, 5)
+    for m in MODALITIES:
+        shade = np.exp(bias / 2 * (coil + 0.25 * smooth_field(rng, axes, 5)))
+        sigma = noise * np.percentile(clean[m][mask], 99)
+        real, imaginary = rng.standard_normal((2, *mask.shape)) * sigma
+        images[m] = np.where(mask, np.hypot(clean[m] * shade + real, imaginary), 0).astype(np.float32)
+    return images
 
+# %% ../nbs/01_phantoms.ipynb #2afc117b
+def _tumour_labels(tissues):
+    "The labels of BraTS, where most of a voxel is that tissue."
+    seg = np.zeros(tissues["necrosis"].shape, np.uint8)
+    for k, v in LABELS.items(): seg[tissues[k] > 0.5] = v
+    return seg
+
+
+def _centred_affine(size, spacing):
+    "Index (x, y, z) → RAS mm, with the middle of the volume at the origin."
+    affine = np.diag([*spacing[::-1], 1.0])
+    affine[:3, 3] = [-(n - 1) / 2 * s for n, s in zip(size[::-1], spacing[::-1])]
+    return affine
+
+# %% ../nbs/01_phantoms.ipynb #d74b9f62
 def brain(
     seed:int,  # the same seed gives the same brain, at any size the same anatomy
     size=(64, 64, 64),  # (z, y, x) voxels, each ≥ 8
     spacing=None,  # (z, y, x) mm; None: a head of 160 mm
-    noise:float=0.02,  # standard deviation of the noise in each channel of the receiver, as a share of the bright tissue; 0: none
+    noise:float=0.02,  # its standard deviation in each channel, as a share of the bright tissue; 0: none
     bias:float=0.15,  # strength of the coil's shading, of which a quarter differs between modalities; 0: none
     lesion:bool=True,  # with lesions and a tumour
 ) -> Brain:
     "A random brain in four contrasts; raises `UserError` for an impossible size."
-    if len(size) != 3 or min(size) < 8: raise UserError(f"size {tuple(size)} must be three numbers (z, y, x) of at least 8 voxels")
+    if len(size) != 3 or min(size) < 8:
+        raise UserError(f"size {tuple(size)} must be three numbers (z, y, x) of at least 8 voxels")
     spacing = tuple(160 / n for n in size) if spacing is None else tuple(map(float, spacing))
     stage = lambda name: np.random.default_rng(derive_seed(seed, "brain", name))
     axes, tissues = _positions(size), tissue_maps(stage("anatomy"), size, lesion)
-    clean, inside = _render(stage("tissue"), tissues, axes), sum(tissues.values())
-    mask, rng, images = inside >= 0.5, stage("scanner"), {}
-    coil = smooth_field(rng, axes, 5)
-    for m in MODALITIES:
-        shade, sigma = np.exp(bias / 2 * (coil + 0.25 * smooth_field(rng, axes, 5))), noise * np.percentile(clean[m][mask], 99)
-        real, imaginary = rng.standard_normal((2, *size)) * sigma
-        images[m] = np.where(mask, np.hypot(clean[m] * shade + real, imaginary), 0).astype(np.float32)
-    seg = np.zeros(size, np.uint8)
-    for k, v in LABELS.items(): seg[tissues[k] > 0.5] = v
-    z, y, x = spacing
-    affine = np.diag([x, y, z, 1.0])
-    affine[:3, 3] = [-(n - 1) / 2 * s for n, s in zip(size[::-1], spacing[::-1])]
-    return Brain(images, {m: np.where(mask, c, 0).astype(np.float32) for m, c in clean.items()}, tissues, seg, mask, affine, spacing)
+    clean, mask = _render(stage("tissue"), tissues, axes), sum(tissues.values()) >= 0.5
+    images = _scan(stage("scanner"), clean, mask, axes, noise, bias)
+    clean = {m: np.where(mask, c, 0).astype(np.float32) for m, c in clean.items()}
+    return Brain(images, clean, tissues, _tumour_labels(tissues), mask, _centred_affine(size, spacing), spacing)
 
 # %% ../nbs/01_phantoms.ipynb #5dd004a9
+def _write_case(folder, name, b):
+    "One case in a folder of its own."
+    import nibabel as nib
+    folder.mkdir(parents=True, exist_ok=True)
+    for m, a in {**b.images, "seg": b.seg}.items():
+        nib.save(nib.Nifti1Image(a.T, b.affine), folder / f"{name}-{m}.nii.gz")
+
+# %% ../nbs/01_phantoms.ipynb #3d4d93b3
 def write_brats(
     folder,  # where the case folders go; made if absent
     seeds,  # a case for each
     **kw,  # of `brain`
 ) -> list:  # paths of the case folders
     "Write phantoms as `PHANTOM-0001/PHANTOM-0001-{t1n,t1c,t2w,t2f,seg}.nii.gz`."
-    import nibabel as nib
     made = []
     for seed in seeds:
-        b, name = brain(seed, **kw), f"PHANTOM-{seed:04}"
+        name = f"PHANTOM-{seed:04}"
         made.append(Path(folder) / name)
-        made[-1].mkdir(parents=True, exist_ok=True)
-        for m, a in {**b.images, "seg": b.seg}.items(): nib.save(nib.Nifti1Image(a.T, b.affine), made[-1] / f"{name}-{m}.nii.gz")
+        _write_case(made[-1], name, brain(seed, **kw))
     return made
