@@ -17,7 +17,8 @@ import traceback
 from pathlib import Path
 
 from ..core import UserError
-from ..run.directory import Run, hold, is_live
+from ..run.directory import Run
+from ..run.lock import hold, is_live
 from .state import differing, recipe_of
 from ..run.store import Store
 

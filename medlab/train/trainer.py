@@ -29,7 +29,8 @@ from ..memory.usage import Memory
 from .process import hand_over
 from ..recipes.base import Recipe
 from ..memory.retry import Recovery
-from ..run.directory import Run, hold
+from ..run.directory import Run
+from ..run.lock import hold
 from ..step.schedule import LRSchedule
 from ..run.loggers import SafeLoggers
 from .state import ask_again, build, go_on, open_segment, recipe_of, torch_device
