@@ -37,10 +37,10 @@ def _connect(file):
     except sqlite3.DatabaseError as e:
         raise UserError(f"{file} is damaged ({e}); put it back from a copy, or start a new run") from e
     if not whole:
-        raise UserError(f"{file} holds no run yet; unless a trainer is starting there, its process died before it made one: "
-                        "remove the folder")
+        raise UserError(f"{file} holds no run yet; unless a trainer is starting there, its process died before it made "
+                        "one: remove the folder")
     db.execute("PRAGMA synchronous=FULL")
-    db.execute("PRAGMA wal_autocheckpoint=0")  # moving pages from the log into the database is the trainer's work, not a panel's
+    db.execute("PRAGMA wal_autocheckpoint=0")  # the trainer's work, not a panel's
     return db
 
 # %% ../../nbs/run/07_directory.ipynb #aab566b5
@@ -52,8 +52,8 @@ class Run:
     ):
         self.path = Path(path)
         if not (self.path / "run.db").is_file():
-            raise UserError(f"{str(path)!r} is no run directory (it has no run.db); `medlab runs` shows those that are, "
-                            "in Python Run.list(root)")
+            raise UserError(f"{str(path)!r} is no run directory (it has no run.db); `medlab runs` shows those that "
+                            "are, in Python Run.list(root)")
         self._db, self._lock = _connect(self.path / "run.db"), threading.Lock()
 
     @property
@@ -75,13 +75,13 @@ def _exists(process):
     if process["host"] != socket.gethostname() or not psutil.pid_exists(process["pid"]): return False
     return psutil.Process(process["pid"]).status() != psutil.STATUS_ZOMBIE
 
-
+# %% ../../nbs/run/07_directory.ipynb #f39b68d9
 @patch(as_prop=True)
 def meta(self:Run):
     "Everything stored about the run: recipe, configuration, split, knobs, versions, state."
     return {k: json.loads(v) for k, v in self._ask(read_meta).items()}
 
-
+# %% ../../nbs/run/07_directory.ipynb #faeaf3de
 @patch(as_prop=True)
 def state(self:Run):
     "`starting`, `running`, `paused`, `stopped`, `done`, `failed`, or `killed` where a running trainer ended without a word."
@@ -90,7 +90,7 @@ def state(self:Run):
     if state not in ("starting", "running", "paused") or is_live(self.path): return state
     return state if state == "starting" and _exists(meta["process"]) else "killed"
 
-
+# %% ../../nbs/run/07_directory.ipynb #9b8bd1d3
 @patch(as_prop=True)
 def environment(self:Run):
     "What the last segment is computed with: device, threads, process, versions; {} before the first."
@@ -103,13 +103,13 @@ def step(self:Run):
     void = self._ask(void_after)
     return int(max((min(last, void[s]) for s, last in self._ask(last_steps).items()), default=0))
 
-
+# %% ../../nbs/run/07_directory.ipynb #1ad58191
 @patch
 def names(self:Run):
     "Names of the recorded metrics."
     return self._ask(metric_names)
 
-
+# %% ../../nbs/run/07_directory.ipynb #c546092f
 @patch
 def metrics(self:Run,
     *names,  # metrics; none: all
@@ -131,7 +131,7 @@ def events(self:Run,
     "Events in the order in which they were recorded."
     return self._ask(read_events, kind, after)
 
-
+# %% ../../nbs/run/07_directory.ipynb #0645f0b1
 @patch
 def changes(self:Run,
     after:int=0,  # only those with a larger id
@@ -139,7 +139,7 @@ def changes(self:Run,
     "Requests for changes in the order in which they were made, with what became of them."
     return self._ask(read_changes, after)
 
-
+# %% ../../nbs/run/07_directory.ipynb #a02dc180
 @patch
 def checkpoints(self:Run) -> list:
     "Checkpoints that are kept, oldest first: dictionaries of step, file, sha256, bytes, time."
@@ -155,15 +155,15 @@ def request(self:Run,
     "Ask the run's trainer, in whatever process it is, for a change of knobs."
     return self._ask(request_change, knobs, source, at)
 
-
+# %% ../../nbs/run/07_directory.ipynb #25cb1c86
 @patch
 def command(self:Run,
     name:str,  # one of `COMMANDS`
     source:str="api",  # who asks, for the log
     **data,  # of the command: the step of the checkpoint, for "restore"
 ) -> int:  # id of the command, durable when returned
-    """Ask the run's trainer, while it trains, to pause, resume, stop, save a checkpoint, or go back to one. What became of it is among
-    the events. Raises `UnknownName` for another command."""
+    """Ask the run's trainer, while it trains, to pause, resume, stop, save a checkpoint, or go back to one. What became
+    of it is among the events. Raises `UnknownName` for another command."""
     if name not in COMMANDS: raise UnknownName("command", name, COMMANDS)
     return self._ask(request_command, name, source, data)
 
@@ -175,7 +175,7 @@ def run_or_fault(
     try: return Run(path)
     except UserError as e: return e
 
-
+# %% ../../nbs/run/07_directory.ipynb #a35030e1
 @patch(cls_method=True)
 def list(cls:Run,
     root="runs",  # folder of run directories
@@ -190,7 +190,7 @@ def _mark(change):
     words = (f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in change.new.items())
     return change.applied_step, ", ".join(words)
 
-
+# %% ../../nbs/run/07_directory.ipynb #3e10bca7
 @patch
 def plot(self:Run,
     *names,  # of series; none: loss, learning rate, gradient norm and loss scale
@@ -208,11 +208,11 @@ def write_columns(
     step:np.ndarray,  # (n,) increasing integers
     columns:dict,  # name → (n,) values
 ):
-    "Record whole columns at once, as an import of another tool's log does; raises `UserError` where they cannot be written now."
+    "Record whole columns at once, as an import of another tool's log does; `UserError` where they cannot be written now."
     frame, part, written = store.frame(*columns), max(1, store.backlog // 2), True
     for i in range(0, len(step), part):
         for row in zip(*(c[i:i + part].tolist() for c in (step, *columns.values()))): frame.append(row)
         written = written and store.flush()
     if written: return
-    raise UserError(f"{store.path} could not be written ({store.fault}); what was given waits in memory, and is written once "
-                    "that is possible, as long as the store is open")
+    raise UserError(f"{store.path} could not be written ({store.fault}); what was given waits in memory, and is written "
+                    "once that is possible, as long as the store is open")

@@ -57,7 +57,7 @@ def _overlapping(db, chunks):
             if d.first <= c.last: out |= {c, d}
     return out
 
-
+# %% ../../nbs/run/11_history.ipynb #6fa08056
 def summarized(
     db:sqlite3.Connection,  # the run's database
     new:list,  # of Chunk
@@ -78,8 +78,10 @@ def product(
     if x[1] is None and y[1] is None: return value, None
     return value, np.maximum(*(np.zeros(len(value), np.uint8) if s is None else s for s in (x[1], y[1])))
 
-
-def _one(summary): low, high, _ = summary; return (low == 1).all() and (high == 1).all()
+# %% ../../nbs/run/11_history.ipynb #1b88f5ec
+def _one(summary):
+    low, high, _ = summary
+    return (low == 1).all() and (high == 1).all()
 
 
 def _blocks_of(found):
@@ -96,11 +98,14 @@ class Held:
         products,  # (name, factor, factor) of metrics that are made
     ): self.wanted, self.products, self.curves = functools.cache(wanted), tuple(products), {}
 
-    def factors(self, name): "The recorded metrics that a metric is made of."; return {p[0]: p[1:] for p in self.products}.get(name, (name,))
+    def factors(self, name):
+        "The recorded metrics that a metric is made of."
+        return {p[0]: p[1:] for p in self.products}.get(name, (name,))
 
-    def needed(self, found): "Those metrics that are wanted, or needed for a product."; return {k: v for k, v in found.items() if self._needs(k)}
-
-    def _needs(self, name): return self.wanted(name) or any(name in p[1:] for p in self.products)
+    def needed(self, found):
+        "Those metrics that are wanted, or needed for a product."
+        factors = {n for p in self.products for n in p[1:]}
+        return {k: v for k, v in found.items() if k in factors or self.wanted(k)}
 
     def _made(self, found): return [p for p in self.products if p[1] in found and p[2] in found]
 
@@ -114,7 +119,7 @@ def add_values(self:Held,
     step:np.ndarray,  # (n,)
     found:dict,  # name → (values, status codes or None), as of `chunk_values`
 ):
-    "Add recorded values, and the products of them. Raises `LookupError` where they come before all that is held in full."
+    "Add recorded values, and products of them; `LookupError` where they come before all that is held in full."
     found = self.needed(found)
     for name, (value, status) in found.items():
         if self.wanted(name): self._curve(name).add(step, *flagged(value, status))
@@ -125,7 +130,7 @@ def _bucket_flags(status):
     "What is not finite in every 64 values, of their status codes."
     return 0 if status is None else np.bitwise_or.reduceat(CODES[status], np.arange(0, BLOCK, BUCKET))
 
-
+# %% ../../nbs/run/11_history.ipynb #59574d68
 @patch
 def add_blocks(self:Held,
     step:np.ndarray,  # (n,) steps of a full chunk
@@ -174,7 +179,7 @@ class History:
 # %% ../../nbs/run/11_history.ipynb #703607a6
 @patch
 def poll(self:History) -> bool:  # whether there was anything
-    "Read what came since the last look. Raises `UserError` where the directory is gone, and `sqlite3.Error` where it cannot be read."
+    "Read what is new. Raises `UserError` where the directory is gone, and `sqlite3.Error` where it cannot be read."
     if self.reader.open(): self._clear()
     if not self.reader.moved(): return False
     with self.reader.snapshot() as db:
@@ -184,7 +189,7 @@ def poll(self:History) -> bool:  # whether there was anything
             self._read(db)
     return True
 
-
+# %% ../../nbs/run/11_history.ipynb #4fbbbbec
 @patch
 def _read(self:History, db):
     segments = read_segments(db)
@@ -197,11 +202,13 @@ def _read(self:History, db):
         if c.first <= self.void[c.segment]: self._add(db, c, c in brief)
     self.marks.read(db)
 
-
+# %% ../../nbs/run/11_history.ipynb #0b564a57
 @patch
 def _add(self:History, db, chunk, brief):
     step = chunk_steps(db, chunk)
-    if brief: return self.held.add_blocks(step, chunk_summaries(db, chunk), lambda names: chunk_values(db, chunk, names))
+    if brief:
+        self.held.add_blocks(step, chunk_summaries(db, chunk), lambda names: chunk_values(db, chunk, names))
+        return
     n = int(np.searchsorted(step, self.void[chunk.segment], "right"))  # a later segment made the others void
     found = {k: (v[:n], s if s is None else s[:n]) for k, (v, s) in chunk_values(db, chunk).items()}
     self.held.add_values(step[:n], found)
@@ -213,18 +220,20 @@ def view(self:History,
     width:int,  # columns, ≥ 1
     names=None,  # metrics; None: all that are held
 ) -> dict:  # name → what `columns` gives
-    """The metrics over [a, b]; values that are no longer held are fetched from the run directory, and `UserError` is raised where that
-    is gone."""
+    """The metrics over [a, b]; values that are no longer held are fetched from the run directory, and `UserError` is
+    raised where that is gone."""
     rows = {k: self.curves[k].rows(a, b, width) for k in (self.curves if names is None else names)}
     if far := [k for k, r in rows.items() if r is None]: rows |= self._fetch(far, a, b)
     place = Places()
     return {k: columns(r, a, b, width, place) for k, r in rows.items()}
 
-
+# %% ../../nbs/run/11_history.ipynb #4138b9fb
 @patch
 def _fetch(self:History, names, a, b):
     "Rows of recorded values, as `Pyramid.rows` gives them."
-    if self.reader.open(): raise UserError(f"another run took the place of {self.reader.path}; it is read at the next look")
+    if self.reader.open():
+        self._clear()
+        raise UserError(f"another run took the place of {self.reader.path}; it is read at the next look")
     recorded = {n for k in names for n in self.held.factors(k)}
     found = self.reader.run.metrics(*recorded, start=int(np.floor(a)), stop=int(np.ceil(b)))
     out = {}

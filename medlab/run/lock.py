@@ -21,13 +21,13 @@ def _acquire(path, timeout=0):
     lock.acquire(timeout=timeout)
     return lock
 
-
+# %% ../../nbs/run/05_lock.ipynb #d127cd63
 def _holder(file):
     "Who holds the lock, as far as that was written down."
     try: return "process {pid} on {host}".format(**json.loads(file.read_text()))
     except (OSError, ValueError, KeyError): return "another process"
 
-
+# %% ../../nbs/run/05_lock.ipynb #9309ec44
 def hold(
     path,  # run directory
 ) -> filelock.FileLock:  # held; call `.release()`
@@ -44,7 +44,7 @@ def hold(
 def is_live(
     path,  # run directory
 ) -> bool:
-    "Whether a live trainer holds the run directory. Raises `OSError` where its lock cannot be opened, as another user's."
+    "Whether a live trainer holds the run directory; `OSError` where its lock cannot be opened, as another user's."
     try: _acquire(path).release()
     except filelock.Timeout: return True
     return False

@@ -50,7 +50,7 @@ def _join(kind, steps, rows, a, b, n):
         yield dict(kind=kind, step=float(steps[first]), last=float(steps[end - 1]), count=int(end - first), label=label,
             text=text, level=level)
 
-
+# %% ../../nbs/run/10_marks.ipynb #338a7998
 @patch
 def between(self:Marks,
     a:float, b:float,  # first and last step
@@ -66,14 +66,14 @@ def _words(value):
     if isinstance(value, float): return f"{value:g}"
     return "off" if value is None or value is False else "on" if value is True else str(value)
 
-
+# %% ../../nbs/run/10_marks.ipynb #cf41b88c
 def _describe(change):
     "(label, sentence) of a change."
     label = ", ".join(f"{k} → {_words(v)}" for k, v in change.new.items())
     text = ", ".join(f"{k} {_words(change.old.get(k))} → {_words(v)}" for k, v in change.new.items())
     return label, f"{text} ({change.source})"
 
-
+# %% ../../nbs/run/10_marks.ipynb #bc4d6922
 @patch
 def read(self:Marks,
     db:sqlite3.Connection,  # the run's database
@@ -81,7 +81,8 @@ def read(self:Marks,
     "Add what happened since the last call."
     for e in read_events(db, after=self.event):
         self.event = e.id
-        if e.step is not None and (e.level != "info" or e.kind in SHOWN): self.add(e.kind, e.step, e.kind, e.text, e.level)
+        shown = e.step is not None and (e.level != "info" or e.kind in SHOWN)
+        if shown: self.add(e.kind, e.step, e.kind, e.text, e.level)
     for c in read_changes(db, after=self.change):
         if c.state == "pending": break
         self.change = c.id

@@ -41,17 +41,17 @@ def _place(file):
     found = os.stat(file)
     return found.st_dev, found.st_ino
 
-
+# %% ../../nbs/run/08_reader.ipynb #ef43b4aa
 @patch
 def open(self:RunReader) -> bool:  # whether it is another run than the one read so far: forget that
-    """Open the database, or open it again where another file took its place. Raises `UserError` where the directory is gone or holds
-    no run, and `sqlite3.Error` where it cannot be read now."""
+    """Open the database, or open it again where another file took its place. Raises `UserError` where the directory is
+    gone or holds no run, and `sqlite3.Error` where it cannot be read now."""
     file = self.path / "run.db"
     try: place = _place(file)
     except OSError as e:
         self.close()
-        raise UserError(f"the run directory {str(self.path)!r} is gone or out of reach ({e.strerror}); what was read stays on "
-                        "view, and goes on when it is back") from e
+        raise UserError(f"the run directory {str(self.path)!r} is gone or out of reach ({e.strerror}); what was read "
+                        "stays on view, and goes on when it is back") from e
     if self.db and place == self.identity[0]: return False
     self.close()
     self.run, db = Run(self.path), open_readonly(file)
@@ -65,7 +65,7 @@ def moved(self:RunReader) -> bool:
     "Whether anything was written since the last call; True after each opening. Call `open` before."
     return self.version.moved(self.db)
 
-
+# %% ../../nbs/run/08_reader.ipynb #305e7186
 @patch
 @contextlib.contextmanager
 def snapshot(self:RunReader):
@@ -80,13 +80,13 @@ def _damage(error):
     for e in (error, error.__cause__):
         if isinstance(e, sqlite3.DatabaseError) and not isinstance(e, sqlite3.OperationalError): return e
 
-
+# %% ../../nbs/run/08_reader.ipynb #3000d99a
 @patch
 def explain(self:RunReader,
     error:Exception,  # that `open`, or a reading, has raised
     name:str=None,  # of the run, for the eye; None: of its directory
 ) -> str:  # a sentence
-    "Why the run cannot be read, for its user. After damage the file is opened again, and what was read counts as another run's."
+    "Why the run cannot be read, for its user. After damage, what takes the place of the file counts as another run."
     if damage := _damage(error):
         self.close()
         self.identity = ()  # of no file

@@ -21,14 +21,14 @@ def read_meta(
     some = f" WHERE key IN ({', '.join('?' * len(keys))})" if keys else ""  # a list of cases may be long
     return dict(db.execute(f"SELECT key, value FROM meta{some}", keys).fetchall())
 
-
+# %% ../../nbs/run/06_records.ipynb #a60ed364
 def read_segments(
     db:sqlite3.Connection,  # a run's database
 ) -> list:  # of (id, the step after which it begins), oldest first
     "The segments of a run."
     return db.execute("SELECT id, step FROM segments ORDER BY id").fetchall()
 
-
+# %% ../../nbs/run/06_records.ipynb #ef2e1700
 def read_environment(
     db:sqlite3.Connection,  # a run's database
 ) -> dict:  # device, threads, process, versions; {} before the first segment
@@ -48,7 +48,7 @@ class Event:
     text:str  # one sentence
     data:dict  # counts and causes
 
-
+# %% ../../nbs/run/06_records.ipynb #7fff3541
 def read_events(
     db:sqlite3.Connection,  # a run's database
     kind:str=None,  # only this kind; None: all
@@ -60,7 +60,7 @@ def read_events(
                       "AND (?1 IS NULL OR kind=?1) ORDER BY id", (kind, after, 2**62 if before is None else before))
     return [Event(*r[:6], json.loads(r[6])) for r in rows.fetchall()]
 
-
+# %% ../../nbs/run/06_records.ipynb #533f0fda
 def last_event(
     db:sqlite3.Connection,  # a run's database
 ) -> int:  # its id; 0 where nothing happened
@@ -83,7 +83,7 @@ class ChangeRecord:
     verified:bool  # whether the value in force was the requested one
     reason:str  # why it was refused or reverted; None otherwise
 
-
+# %% ../../nbs/run/06_records.ipynb #ba5d4368
 def _loads(text): return None if text is None else json.loads(text)
 
 
@@ -102,13 +102,14 @@ def read_changes(
                       "WHERE id > ? ORDER BY id", (after,))
     return [_change(r) for r in rows.fetchall()]
 
-
+# %% ../../nbs/run/06_records.ipynb #28d519a1
 def change_states(
     db:sqlite3.Connection,  # a run's database
     newest:int,  # how many, ≥ 1
 ) -> dict:  # id → state, oldest first
     "The states of the newest changes."
-    rows = db.execute("SELECT id, state FROM changes WHERE id > (SELECT max(id) FROM changes) - ? ORDER BY id", (newest,))
+    rows = db.execute("SELECT id, state FROM changes WHERE id > (SELECT max(id) FROM changes) - ? ORDER BY id",
+        (newest,))
     return dict(rows.fetchall())
 
 # %% ../../nbs/run/06_records.ipynb #3acd7b20
@@ -122,7 +123,7 @@ def request_change(
     return db.execute("INSERT INTO changes(time, source, requested, at, state) VALUES(?,?,?,?,'pending')",
         (time.time(), source, json.dumps(knobs), at)).lastrowid
 
-
+# %% ../../nbs/run/06_records.ipynb #7b2c585e
 def request_command(
     db:sqlite3.Connection,  # a run's database, in autocommit mode
     name:str,  # of the command

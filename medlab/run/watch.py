@@ -19,7 +19,7 @@ class DataVersion:
     def moved(self,
         db:sqlite3.Connection,  # always the same one
     ) -> bool:  # True at the first call
-        "Whether anything was committed by others since the last call. Raises `sqlite3.Error` where that cannot be read."
+        "Whether anything was committed by others since the last call. Raises `sqlite3.Error` where it cannot be read."
         before = self.seen
         self.seen, = db.execute("PRAGMA data_version").fetchone()
         return self.seen != before
@@ -33,11 +33,11 @@ def open_readonly(
     path,  # database file
     timeout:float=5,  # how long a statement waits for a lock, seconds
 ) -> sqlite3.Connection:  # in autocommit mode; for any thread, one at a time
-    "Connect to a database without the right to write, or to make it. Raises `sqlite3.OperationalError` where there is none."
+    "Connect to a database without the right to write or make it; `sqlite3.OperationalError` where there is none."
     address = f"{Path(path).resolve().as_uri()}?mode=ro"
     return sqlite3.connect(address, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
 
-
+# %% ../../nbs/run/01_watch.ipynb #8febffd8
 @contextlib.contextmanager
 def read_transaction(
     db:sqlite3.Connection,  # in autocommit mode
