@@ -84,7 +84,8 @@ def meta(self:Run):
 # %% ../../nbs/run/07_directory.ipynb #faeaf3de
 @patch(as_prop=True)
 def state(self:Run):
-    "`starting`, `running`, `paused`, `stopped`, `done`, `failed`, or `killed` where a running trainer ended without a word."
+    """`created`, `starting`, `running`, `paused`, `stopped`, `done`, `failed`, or `killed` where a running trainer
+    ended without a word."""
     meta = self.meta
     state = meta.get("state", "created")
     if state not in ("starting", "running", "paused") or is_live(self.path): return state
@@ -208,11 +209,11 @@ def write_columns(
     step:np.ndarray,  # (n,) increasing integers
     columns:dict,  # name → (n,) values
 ):
-    "Record whole columns at once, as an import of another tool's log does; `UserError` where they cannot be written now."
+    "Record whole columns at once, as an import of another tool's log does; `UserError` where that is not possible."
     frame, part, written = store.frame(*columns), max(1, store.backlog // 2), True
     for i in range(0, len(step), part):
         for row in zip(*(c[i:i + part].tolist() for c in (step, *columns.values()))): frame.append(row)
         written = written and store.flush()
     if written: return
-    raise UserError(f"{store.path} could not be written ({store.fault}); what was given waits in memory, and is written "
-                    "once that is possible, as long as the store is open")
+    raise UserError(f"{store.path} could not be written ({store.fault}); what was given waits in memory, and is "
+                    "written once that is possible, as long as the store is open")
