@@ -9,12 +9,14 @@ __all__ = ['PAUSE', 'Ticker']
 import threading
 import weakref
 
+from fastcore.basics import patch
+
 # %% ../../nbs/widgets/01_ticker.ipynb #e9161123
 PAUSE = 0.05  # seconds between two ticks at least, however often somebody asks
 
 
 class Ticker:
-    "Calls `tick(asked)` of a widget until it is closed or nobody holds it; what `tick` raises goes to `widget.stumbled`."
+    "Calls `tick(asked)` of a widget until it is closed or nobody holds it; what that raises goes to `widget.stumbled`."
 
     def __init__(self,
         widget,  # has tick(asked:bool), which returns None or the seconds to rest, and stumbled(exception); held weakly
@@ -24,23 +26,25 @@ class Ticker:
         self.period, self._woken, self._ended = period, threading.Event(), threading.Event()
         self.thread = threading.Thread(target=_run, args=(weakref.ref(widget), self), name=name, daemon=True)
 
+    closed = property(lambda self: self._ended.is_set())
+
     def start(self): "Begin to tick."; self.thread.start()
 
     def wake(self): "Tick now; `asked` will be true."; self._woken.set()
 
-    closed = property(lambda self: self._ended.is_set())
+# %% ../../nbs/widgets/01_ticker.ipynb #2f83fce2
+@patch
+def close(self:Ticker,
+    seconds:float=5,  # to wait for a tick that is under way; 0: do not wait
+) -> bool:  # whether it was open
+    "End the thread, after the tick it is in; called from that tick, it does not wait."
+    was = not self.closed
+    self._ended.set()
+    self._woken.set()
+    if self.thread.is_alive() and threading.current_thread() is not self.thread: self.thread.join(seconds)
+    return was
 
-    def close(self,
-        seconds:float=5,  # to wait for a tick that is under way; 0: do not wait
-    ) -> bool:  # whether it was open
-        "End the thread, after the tick it is in; called from that tick, it does not wait."
-        was = not self.closed
-        self._ended.set()
-        self._woken.set()
-        if self.thread.is_alive() and threading.current_thread() is not self.thread: self.thread.join(seconds)
-        return was
-
-
+# %% ../../nbs/widgets/01_ticker.ipynb #ae03ae46
 def _run(ref, ticker):
     rest = ticker.period
     while not ticker.closed:
@@ -48,6 +52,6 @@ def _run(ref, ticker):
         ticker._woken.clear()
         if ticker.closed or (widget := ref()) is None: return
         try: rest = widget.tick(asked) or ticker.period
-        except Exception as e: widget.stumbled(e)  # whatever it is, it is said, and the thread goes on
+        except Exception as e: widget.stumbled(e)  # whatever it is, it is reported, and the thread goes on
         del widget
         ticker._ended.wait(PAUSE)
