@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CLIPPED', 'LABELS', 'SHARES', 'GROUPS', 'COLUMNS', 'COLOURS', 'STYLES', 'Group', 'as_groups', 'run_paths',
-           'run_names', 'View', 'Source', 'sources_of', 'draw_figure', 'plot']
+           'run_names', 'View', 'Source', 'sources_of', 'Drawn', 'draw_figure', 'plot']
 
 # %% ../../nbs/widgets/03_groups.ipynb #fa591767
 import fnmatch
@@ -13,20 +13,18 @@ import sqlite3
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from fastcore.basics import patch
 
 from ..core import UnknownName, UserError
 from ..plots import BAD, MUTED, _figure, plain
 from ..run.history import History
-from ..train.loop import CLOCK
 from ..step.step import TELEMETRY
+from ..train.loop import CLOCK
 
 # %% ../../nbs/widgets/03_groups.ipynb #1801da09
-CLIPPED = "grad_norm · clip"
-LABELS = {"mem_gb": "host", "gpu_gb": "GPU", CLIPPED: "after clipping", "samples_per_s": "samples/s"}
-
-
 @dataclass(frozen=True)
 class Group:
     "Metrics that share a panel."
@@ -43,8 +41,10 @@ class Group:
         has = lambda patterns: any(fnmatch.fnmatchcase(name, p) for p in patterns)
         return has(self.names) and not has(self.without)
 
-
-SHARES = ("val_ssim*", "val_dice*", "val_surface_dice*")  # of validation, from 0 to 1: beside decibels or millimetres they would be a flat line
+# %% ../../nbs/widgets/03_groups.ipynb #65aee9cc
+CLIPPED = "grad_norm · clip"
+LABELS = {"mem_gb": "host", "gpu_gb": "GPU", CLIPPED: "after clipping", "samples_per_s": "samples/s"}
+SHARES = ("val_ssim*", "val_dice*", "val_surface_dice*")  # of validation, from 0 to 1
 GROUPS = (
     Group("loss", ("loss", "*"), True, (*TELEMETRY, *CLOCK, CLIPPED, "gpu_gb", "val_*")),
     Group("gradient norm", ("grad_norm", CLIPPED), True),
@@ -56,26 +56,35 @@ GROUPS = (
     Group("validation, from 0 to 1", SHARES),
 )
 
+# %% ../../nbs/widgets/03_groups.ipynb #e9a64692
+def _names(title, names):
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if not names or not all(isinstance(n, str) for n in names):
+        raise UserError(f"group {title!r} is {names!r}; names of metrics are needed, such as ('loss', 'l1')")
+    return names
+
+
+def _listed(groups):
+    "What was asked for, as a list of groups and titles."
+    if isinstance(groups, (str, Group)): return [groups]
+    if not isinstance(groups, dict): return list(groups)
+    return [v if isinstance(v, Group) else Group(str(k), _names(k, v)) for k, v in groups.items()]
+
 # %% ../../nbs/widgets/03_groups.ipynb #9d0c1568
 def as_groups(
     groups=None,  # titles of `GROUPS`, groups, or {title: names of metrics}; None: all of `GROUPS`
 ) -> tuple:  # of Group
     "The groups that were asked for; raises `UnknownName` and `UserError`."
-    known = {g.title: g for g in GROUPS}
     if groups is None: return GROUPS
-    if isinstance(groups, (str, Group)): groups = [groups]
-    if isinstance(groups, dict): groups = [v if isinstance(v, Group) else Group(str(k), _names(k, v)) for k, v in groups.items()]
-    if unknown := [g for g in groups if not isinstance(g, Group) and g not in known]: raise UnknownName("group of curves", str(unknown[0]), known)
-    found = tuple(g if isinstance(g, Group) else known[g] for g in groups)
+    known, found = {g.title: g for g in GROUPS}, []
+    for g in _listed(groups):
+        if not isinstance(g, Group) and g not in known: raise UnknownName("group of curves", str(g), known)
+        found.append(g if isinstance(g, Group) else known[g])
     if not found: raise UserError("no group to show; groups=None shows all")
-    if len({g.title for g in found}) < len(found): raise UserError(f"two groups are called {found[0].title if len(found) == 2 else 'the same'!r}; titles must differ")
-    return found
-
-
-def _names(title, names):
-    names = (names,) if isinstance(names, str) else tuple(names)
-    if not names or not all(isinstance(n, str) for n in names): raise UserError(f"group {title!r} is {names!r}; names of metrics are needed, such as ('loss', 'l1')")
-    return names
+    if len({g.title for g in found}) < len(found):
+        title = found[0].title if len(found) == 2 else "the same"
+        raise UserError(f"two groups are called {title!r}; titles must differ")
+    return tuple(found)
 
 # %% ../../nbs/widgets/03_groups.ipynb #ad829df4
 def run_paths(
@@ -87,11 +96,12 @@ def run_paths(
     out = []
     for r in many:
         path = getattr(r, "path", r)
-        if not isinstance(path, (str, Path)): raise UserError(f"{type(r).__name__} is no run; give a Run, the path of a run directory, or a Trainer")
+        if not isinstance(path, (str, Path)):
+            raise UserError(f"{type(r).__name__} is no run; give a Run, the path of a run directory, or a Trainer")
         out.append(Path(path))
     return out
 
-
+# %% ../../nbs/widgets/03_groups.ipynb #5a78a0e4
 def run_names(
     paths,  # of run directories
 ) -> list:  # a name for each, all different where the paths are
@@ -117,7 +127,7 @@ class View:
     @property
     def range(self): "As the browser has it."; return None if self.start is None else [self.start, self.stop]
 
-
+# %% ../../nbs/widgets/03_groups.ipynb #81fdeb5b
 class Source:
     "A run directory on view."
 
@@ -126,47 +136,59 @@ class Source:
         name:str,  # of the run, for the eye
         groups:tuple,  # of Group
     ):
-        self.name, self.groups, self.state, self.fault, self.sent, self.due = name, groups, "", "", None, 0.0
-        self.held, self.named = None, {}
-        ticks = {g.ticks for g in groups}
-        self.history = History(path, lambda n: n in ticks or any(g.takes(n) for g in groups), [(CLIPPED, "grad_norm", "clip")])
+        self.name, self.groups, self.ticks = name, groups, {g.ticks for g in groups}
+        self.state, self.due, self.fault = "", 0.0, ""  # of the run; when to ask again; why it cannot be read
+        self.sent = None  # the `View` that a page was sent
+        self.held, self.named = None, {}  # the metrics that are held; those of each group
+        wanted = lambda name: name in self.ticks or any(g.takes(name) for g in groups)
+        self.history = History(path, wanted, [(CLIPPED, "grad_norm", "clip")])
 
-    def poll(self) -> bool:  # whether anything is new
-        "Look at the directory."
-        try:
-            new = self.history.poll()
-            if time.monotonic() >= self.due: self.state, self.due = self.history.reader.run.state, time.monotonic() + 2
-            self.fault = ""
-            return new
-        except (UserError, OSError, sqlite3.Error) as e: self.fault = self.history.reader.explain(e, self.name)
+# %% ../../nbs/widgets/03_groups.ipynb #76f0d839
+@patch
+def poll(self:Source) -> bool:  # whether anything is new
+    "Look at the directory."
+    try:
+        new = self.history.poll()
+        if time.monotonic() >= self.due:
+            self.state, self.due = self.history.reader.run.state, time.monotonic() + 2
+        self.fault = ""
+        return new
+    except (UserError, OSError, sqlite3.Error) as e:
+        self.fault = self.history.reader.explain(e, self.name)
         return False
 
-    def names(self,
-        group:Group,
-    ) -> list:
-        "The metrics of a group, in order."
-        if (held := tuple(self.history.curves)) != self.held: self.held, self.named = held, {g: self._named(g) for g in self.groups}
-        return self.named[group]
-
-    def _named(self, group):
-        rank = lambda n: next(i for i, p in enumerate(group.names) if fnmatch.fnmatchcase(n, p))
-        return sorted((n for n in self.history.curves if group.takes(n)), key=lambda n: (rank(n), n))
-
-    def draw(self,
-        view,  # see `View`
-    ):  # (first and last step, {name: (kind, pairs, marks)}); None where there is nothing yet
-        "What is to be drawn; `ticks` are the steps − first at which a metric is positive."
-        span, ticks = (view.start, view.stop) if view.start is not None else self.history.span, {g.ticks for g in self.groups}
-        if span is None: return None
-        found = self.history.view(*span, min(view.width, COLUMNS))
-        return span, {k: _ticks(c, *span) if k in ticks else c for k, c in found.items()}
+# %% ../../nbs/widgets/03_groups.ipynb #7463aa20
+@patch
+def names(self:Source,
+    group:Group,
+) -> list:
+    "The metrics of a group, in order."
+    held = tuple(self.history.curves)
+    if held != self.held: self.held, self.named = held, {g: _in_order(held, g) for g in self.groups}
+    return self.named[group]
 
 
+def _in_order(names, group):
+    rank = lambda n: next(i for i, p in enumerate(group.names) if fnmatch.fnmatchcase(n, p))
+    return sorted((n for n in names if group.takes(n)), key=lambda n: (rank(n), n))
+
+# %% ../../nbs/widgets/03_groups.ipynb #3a831190
 def _ticks(found, a, b):
     kind, pairs, _ = found
     where = np.flatnonzero(pairs[:, 1] > 0)
     step = pairs[where, 0] if kind == "points" else ((where + 0.5) * ((b - a) / len(pairs))).astype(np.float32)
     return "ticks", np.stack([step, np.ones_like(step)], 1), np.empty((0, 2), np.float32)
+
+
+@patch
+def draw(self:Source,
+    view,  # see `View`
+):  # (first and last step, {name: (kind, pairs, marks)}); None where there is nothing yet
+    "What is to be drawn; `ticks` are the steps − first at which a metric is positive."
+    span = self.history.span if view.start is None else (view.start, view.stop)
+    if span is None: return None
+    found = self.history.view(*span, min(view.width, COLUMNS))
+    return span, {k: _ticks(c, *span) if k in self.ticks else c for k, c in found.items()}
 
 
 def sources_of(
@@ -176,9 +198,87 @@ def sources_of(
     "Runs on view, under names that tell them apart; raises `UserError`."
     return [Source(p, n, groups) for p, n in zip(run_paths(runs), run_names(run_paths(runs)))]
 
-# %% ../../nbs/widgets/03_groups.ipynb #e222c329
+# %% ../../nbs/widgets/03_groups.ipynb #e84035d4
 COLOURS = ("#2368a8", "#c2570c", "#2e8540", "#7a4bb0", "#b3325a", "#1f8a99")
 STYLES = ("-", "--", ":", "-.")
+
+
+class Drawn(NamedTuple):
+    "A run as it is drawn."
+    source:Source
+    span:tuple  # first and last step; None where there is nothing yet
+    curves:dict  # name → (kind, pairs, marks)
+
+
+def _look(k, j, several):
+    "Colour and style of metric j of run k."
+    return dict(color=COLOURS[(k if several else j) % 6], linestyle=STYLES[j % 4] if several else "-")
+
+# %% ../../nbs/widgets/03_groups.ipynb #2b93515e
+def _edge(ax, step, y, marker):
+    "Red marks at the lower (0) or upper (1) edge."
+    if not len(step): return
+    place = dict(transform=ax.get_xaxis_transform(), clip_on=False)
+    ax.plot(step, np.full(len(step), y), marker, color=BAD, markersize=5, **place)
+
+
+def _draw_curve(ax, span, found, label, look):
+    "A curve, and what of it is not finite; its line, for the legend."
+    (kind, pairs, marks), (a, b) = found, span
+    points, n = kind == "points", len(pairs)
+    step = a + (pairs[:, 0] if points else (np.arange(n) + 0.5) * ((b - a) / n))
+    low, high = (pairs[:, 1], pairs[:, 1]) if points else pairs.T
+    ok = np.isfinite(low) | np.isin(np.arange(n), marks[:, 0])  # a column without a step is no gap
+    if not points: ax.fill_between(step[ok], low[ok], high[ok], color=look["color"], alpha=0.4, linewidth=0)
+    line, = ax.plot(step[ok], (low[ok] + high[ok]) / 2, label=label, linewidth=1, marker="." if n < 40 else "",
+        markersize=4, **look)
+    bad = marks[marks[:, 1].astype(int) & 7 > 0, 0].astype(int)  # a skipped step has no value, and is not marked
+    _edge(ax, step[bad], 1, "x")
+    return line
+
+# %% ../../nbs/widgets/03_groups.ipynb #cf0681dd
+def _draw_marks(ax, drawn, labels):
+    from matplotlib.patheffects import withStroke
+    free, halo = -math.inf, [withStroke(linewidth=2, foreground="white")]
+    for source, span, _ in drawn:
+        for m in source.history.marks.between(*span, 24) if span else ():
+            ax.axvline(m["step"], color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+            words = plain(m["label"] + (f" ×{m['count']}" if m["count"] > 1 else ""), 22)
+            if labels and m["step"] > free:
+                ax.annotate(words, (m["step"], 0.97), (2, 0), ax.get_xaxis_transform(), "offset points", rotation=90,
+                    va="top", fontsize=7, color="0.25", path_effects=halo).set_in_layout(False)
+            free = max(free, m["step"] + (span[1] - span[0]) / 24)
+
+# %% ../../nbs/widgets/03_groups.ipynb #1f4b918a
+def _draw_group(ax, group, drawn, several):
+    "The curves of a group; their lines."
+    lines = []
+    for k, (source, span, curves) in enumerate(drawn):
+        for j, name in enumerate(source.names(group) if span else ()):
+            label = plain(LABELS.get(name, name))
+            lines.append(_draw_curve(ax, span, curves[name], label, _look(k, j, several)))
+        if group.ticks in curves: _edge(ax, span[0] + curves[group.ticks][1][:, 0], 0, "|")
+    return lines
+
+
+def _dress(ax, group, drawn, lines):
+    "Scale, limits, title, legend."
+    if group.log and any((line.get_ydata() > 0).any() for line in lines): ax.set_yscale("log")
+    spans = np.array([d.span for d in drawn if d.span] or [(0, 1)])
+    first = spans[:, 0].min()
+    ax.set(xlim=(first, max(spans[:, 1].max(), first + 1)))
+    ax.set_title(plain(group.title), loc="left", fontsize=10)
+    named = {line.get_label(): line for line in lines}
+    if len(named) > 1: ax.legend(named.values(), named, fontsize=7, loc="best", framealpha=0.75, edgecolor="none")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set(color="0.6", linewidth=0.8)
+    ax.tick_params(labelsize=8, color="0.6", which="both")
+
+# %% ../../nbs/widgets/03_groups.ipynb #e222c329
+def _name_runs(fig, sources):
+    from matplotlib.lines import Line2D
+    lines = [Line2D([], [], **_look(k, 0, True)) for k in range(len(sources))]
+    fig.legend(lines, [plain(s.name) for s in sources], loc="outside upper left", ncols=4, fontsize=8, frameon=False)
 
 
 def draw_figure(
@@ -187,75 +287,33 @@ def draw_figure(
     view:View,
 ):  # matplotlib.figure.Figure
     "A panel for each group that holds something, two in a row."
-    drawn = [(s, *(s.draw(view) or (None, {}))) for s in sources]
+    several, drawn = len(sources) > 1, [Drawn(s, *(s.draw(view) or (None, {}))) for s in sources]
     shown = [g for g in groups if any(s.names(g) for s in sources)] or groups[:1]
     n = min(2, len(shown))
-    fig = _figure(figsize=(4.2 * n, 1.9 * -(-len(shown) // n) + (0.3 if len(sources) > 1 else 0)), layout="constrained")
+    rows = -(-len(shown) // n)
+    fig = _figure(figsize=(4.2 * n, 1.9 * rows + 0.3 * several), layout="constrained")
     for i, g in enumerate(shown):
-        ax = fig.add_subplot(-(-len(shown) // n), n, i + 1)
-        handles = [_panel(ax, k, s, span, curves, g, len(sources) > 1) for k, (s, span, curves) in enumerate(drawn) if span]
-        _dress(ax, g, drawn, [h for hs in handles for h in hs], labels=i == 0)
-    if len(sources) > 1: fig.legend([_line(k, 0, True) for k in range(len(sources))], [plain(s.name) for s in sources], loc="outside upper left", ncols=4, fontsize=8, frameon=False)
+        ax = fig.add_subplot(rows, n, i + 1)
+        lines = _draw_group(ax, g, drawn, several)
+        _dress(ax, g, drawn, lines)
+        _draw_marks(ax, drawn, labels=i == 0)
+    if several: _name_runs(fig, sources)
     return fig
 
-
-def _look(k, j, several): return dict(color=COLOURS[(k if several else j) % 6], linestyle=STYLES[j % 4] if several else "-")
-
-
-def _line(k, j, several):
-    from matplotlib.lines import Line2D
-    return Line2D([], [], **_look(k, j, several))
-
-
-def _panel(ax, k, source, span, curves, group, several):
-    "One run's curves of a group; their lines, for the legend."
-    out, (a, b) = [], span
-    for j, name in enumerate(source.names(group)):
-        kind, pairs, marks = curves[name]
-        look = _look(k, j, several)
-        step = a + (pairs[:, 0] if kind == "points" else (np.arange(len(pairs)) + 0.5) * ((b - a) / len(pairs)))
-        low, high = (pairs[:, 1], pairs[:, 1]) if kind == "points" else pairs.T
-        ok = np.isfinite(low) | np.isin(np.arange(len(low)), marks[:, 0])  # a column without a step is no gap
-        if kind == "columns": ax.fill_between(step[ok], low[ok], high[ok], color=look["color"], alpha=0.4, linewidth=0)
-        out += ax.plot(step[ok], (low[ok] + high[ok]) / 2, label=plain(LABELS.get(name, name)), linewidth=1, marker="." if len(pairs) < 40 else "", markersize=4, **look)
-        bad = step[marks[marks[:, 1].astype(int) & 7 > 0, 0].astype(int)]
-        _edge(ax, bad, 1, "x")
-    if group.ticks in curves: _edge(ax, a + curves[group.ticks][1][:, 0], 0, "|")
-    return out
-
-
-def _edge(ax, step, y, marker):
-    if len(step): ax.plot(step, np.full(len(step), y), marker, color=BAD, markersize=5, transform=ax.get_xaxis_transform(), clip_on=False)
-
-
-def _dress(ax, group, drawn, lines, labels):
-    if group.log and any((l.get_ydata() > 0).any() for l in lines): ax.set_yscale("log")
-    from matplotlib.patheffects import withStroke
-    free = -math.inf
-    for s, span, _ in drawn:
-        for m in s.history.marks.between(*span, 24) if span else ():
-            ax.axvline(m["step"], color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-            if labels and m["step"] > free: ax.annotate(plain(m["label"] + (f" ×{m['count']}" if m["count"] > 1 else ""), 22), (m["step"], 0.97), (2, 0), ax.get_xaxis_transform(), "offset points", rotation=90, va="top", fontsize=7, color="0.25", path_effects=[withStroke(linewidth=2, foreground="white")]).set_in_layout(False)
-            free = max(free, m["step"] + (span[1] - span[0]) / 24)
-    spans = np.array([span for _, span, _ in drawn if span] or [(0, 1)])
-    ax.set(xlim=(spans[:, 0].min(), max(spans[:, 1].max(), spans[:, 0].min() + 1)))
-    ax.set_title(plain(group.title), loc="left", fontsize=10)
-    if len({l.get_label() for l in lines}) > 1: ax.legend(list({l.get_label(): l for l in lines}.values()), list({l.get_label(): l for l in lines}), fontsize=7, loc="best", framealpha=0.75, edgecolor="none")
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set(color="0.6", linewidth=0.8)
-    ax.tick_params(labelsize=8, color="0.6", which="both")
-
-
+# %% ../../nbs/widgets/03_groups.ipynb #6e0c8adf
 def plot(
     runs,  # a Run, the path of a run directory, a Trainer, or a list of these, which are overlaid
     groups=None,  # panels: titles of `GROUPS`, `Group`s, or {title: names of metrics}; None: all
     start:float=None, stop:float=None,  # first and last step; None: all
 ):  # matplotlib.figure.Figure
     "The curves of runs as a picture; raises `UserError` for what is no run directory."
-    sources = sources_of(runs, groups := as_groups(groups))
-    for s in sources:
-        s.poll()
-        if s.fault: raise UserError(s.fault)
-    try: return draw_figure(sources, groups, View() if start is None and stop is None else View(float(start), float(stop)))
+    groups = as_groups(groups)
+    sources = sources_of(runs, groups)
+    view = View() if start is None and stop is None else View(float(start), float(stop))
+    try:
+        for s in sources:
+            s.poll()
+            if s.fault: raise UserError(s.fault)
+        return draw_figure(sources, groups, view)
     finally:
         for s in sources: s.history.close()
