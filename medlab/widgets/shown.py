@@ -51,7 +51,7 @@ def panels(
     "How each plane is laid out on the screen."
     if flat: return [dict(_FLAT)]
     ornt = np.array([[0, 1], [1, 1], [2, 1]]) if affine is None else nib.io_orientation(affine)
-    own = {2 - int(world): (2 - i, bool(way < 0)) for i, (world, way) in enumerate(ornt)}  # canonical axis → own, backwards
+    own = {2 - int(world): (2 - i, bool(way < 0)) for i, (world, way) in enumerate(ornt)}  # axis → (own, backwards)
     out = []
     for name, (cut, up, right, letters) in PLANES.items():
         (up, flip_up), (right, flip_right) = own[up], own[right]
@@ -89,7 +89,8 @@ def _plain_array(a, name):
         a = a.float() if a.is_floating_point() and a.element_size() < 4 else a  # numpy has no bfloat16
     a = np.asarray(a)
     if a.dtype.kind not in "fiub" or a.dtype.itemsize > 8:
-        raise UserError(f"{name}: an array of {a.dtype} cannot be drawn; real numbers are needed, such as the magnitude")
+        raise UserError(f"{name}: an array of {a.dtype} cannot be drawn; real numbers are needed, such as the "
+                        "magnitude")
     while a.ndim > 4 and len(a) == 1: a = a[0]
     if a.ndim not in (2, 3, 4) or not a.size:
         raise UserError(f"{name}: has shape {a.shape}; (z, y, x), (c, z, y, x) or (y, x) is needed: choose one case of "
