@@ -12,6 +12,8 @@ import re
 from collections import deque
 from dataclasses import asdict, dataclass
 
+from fastcore.basics import patch
+
 from ..run.records import ChangeRecord, Event
 
 # %% ../../nbs/widgets/07_lines.ipynb #c4c016a4
@@ -21,12 +23,12 @@ def value_text(
     "A value in words."
     if value is None or isinstance(value, bool): return "on" if value else "off"
     if not isinstance(value, float): return str(value)
-    if value and math.isfinite(value) and not 1e-2 <= abs(value) < 1e6:
-        digits, power = next(t for n in range(17) if float(t := f"{value:.{n}e}") == value).split("e")
-        return f"{digits}e{int(power)}"
-    return repr(value).removesuffix(".0")
+    if not value or not math.isfinite(value) or 1e-2 <= abs(value) < 1e6: return repr(value).removesuffix(".0")
+    shortest = next(t for n in range(17) if float(t := f"{value:.{n}e}") == value)
+    digits, power = shortest.split("e")
+    return f"{digits}e{int(power)}"
 
-
+# %% ../../nbs/widgets/07_lines.ipynb #4eba388d
 def json_safe(
     value,  # that json.loads gave
 ):  # the same without what JSON forbids: NaN and infinities as texts
@@ -44,10 +46,25 @@ def shape_of(
     event:Event,
 ) -> tuple:  # hashable; the same for events that say the same of other steps, values or cases
     "What an event says, without its numbers and cases."
-    text = event.text
-    for case in [event.data.get("case"), *(event.data.get("cases") or ())] if isinstance(event.data, dict) else ():
+    text, data = event.text, event.data if isinstance(event.data, dict) else {}
+    for case in (data.get("case"), *(data.get("cases") or ())):
         if isinstance(case, str) and case: text = text.replace(case, "…")
     return event.kind, event.level, re.sub(r"\d+([.,]\d+)*(e[+-]?\d+)?", "#", text)
+
+# %% ../../nbs/widgets/07_lines.ipynb #4ef0d883
+def _outcome(change):
+    "What became of a change, in a word or two."
+    if change.state == "applied": return "applied, " + ("verified" if change.verified else "not verified")
+    if change.state == "pending" and change.at is not None: return f"pending until step {change.at}"
+    return change.state
+
+
+def _what(change):
+    "The knobs that moved, or were to be moved."
+    old, new = change.old or {}, (change.new if change.state == "applied" else None) or change.requested
+    moved = {k: v for k, v in new.items() if k not in old or old[k] != v} or new
+    before = {k: f"{value_text(old[k])} " if k in old else "" for k in moved}
+    return ", ".join(f"{k} {before[k]}→ {value_text(v)}" for k, v in moved.items())
 
 
 def change_text(
@@ -55,18 +72,12 @@ def change_text(
     fixes=(),  # of the run's controls: a change that is just one of them is called by its name
 ) -> tuple:  # (level, sentence)
     "What was asked for, and what became of it."
-    old, new = change.old or {}, (change.new if change.state == "applied" else None) or change.requested
-    moved = {k: v for k, v in new.items() if k not in old or old[k] != v} or new
-    what = ", ".join(f"{k} {value_text(old[k])} → {value_text(v)}" if k in old else f"{k} → {value_text(v)}" for k, v in moved.items())
     name = next((f"fix {f['name']} {s}: " for f in fixes for s in ("on", "off") if f[s] == change.requested), "")
-    fate = {"applied": "applied, " + ("verified" if change.verified else "not verified"), "pending": "pending" if change.at is None else f"pending until step {change.at}"}.get(change.state, change.state)
-    return "warning" if change.state in ("refused", "reverted") else "info", f"{name}{what} ({change.source}) · {fate}" + (f": {change.reason}" if change.reason else "")
+    level = "warning" if change.state in ("refused", "reverted") else "info"
+    reason = f": {change.reason}" if change.reason else ""
+    return level, f"{name}{_what(change)} ({change.source}) · {_outcome(change)}{reason}"
 
 # %% ../../nbs/widgets/07_lines.ipynb #318959c3
-NEAR = 8  # lines among which a repeat is looked for
-HIDDEN = ("change", "revert")  # events that say what the change itself says
-
-
 @dataclass
 class Line:
     "A line of the log, or several that say the same."
@@ -91,6 +102,10 @@ class Line:
         self.first, self.last = (min(steps), max(steps)) if steps else (None, None)
         self.count, self.text, self.time = self.count + other.count, other.text, other.time
 
+# %% ../../nbs/widgets/07_lines.ipynb #a29b6708
+NEAR = 8  # lines among which a repeat is looked for
+HIDDEN = ("change", "revert")  # events that say what the change itself says
+
 
 class Lines:
     "The newest lines of a log."
@@ -98,55 +113,72 @@ class Lines:
     def __init__(self,
         most:int=2000,  # lines that are held
     ):
-        self.rows, self.by_key, self.places, self.below = deque(maxlen=most), {}, itertools.count(), itertools.count(-1, -1)
+        self.rows, self.by_key = deque(maxlen=most), {}  # oldest first; key → line
+        self.places, self.below = itertools.count(), itertools.count(-1, -1)
 
-    def event(self,
-        e:Event,  # newer than all before
-    ):  # the line that is new or has grown; None for one that needs none
-        "Add an event."
-        if e.kind in HIDDEN: return None
-        line = Line(f"e{e.id}", 0, e.time, e.step, e.step, 1, e.kind, e.level, e.text[:LONGEST], None if e.level == "error" else shape_of(e))
-        if (same := self._same(line)) is not None: same.join(line); return same
-        return self._add(line)
 
-    def change(self,
-        c:ChangeRecord,  # newer than all before, or one whose state is another now
-        fixes=(),  # see `change_text`
-    ) -> Line:  # the line that is new or has changed
-        "Add a change, or what became of it."
-        level, text = change_text(c, fixes)
-        line = self.by_key.get(f"c{c.id}") or self._add(Line(f"c{c.id}", 0, c.time, None, None, 1, "change", level, ""))
-        line.level, line.text, line.first, line.last = level, text[:LONGEST], c.applied_step, c.applied_step
-        return line
+@patch
+def _add(self:Lines, line):
+    line.place = next(self.places)
+    if len(self.rows) == self.rows.maxlen: self.by_key.pop(self.rows[0].key, None)
+    self.rows.append(line)
+    self.by_key[line.key] = line
+    return line
 
-    def _add(self, line):
-        line.place = next(self.places)
-        if len(self.rows) == self.rows.maxlen: self.by_key.pop(self.rows[0].key, None)
-        self.rows.append(line)
+# %% ../../nbs/widgets/07_lines.ipynb #1bf0d27f
+@patch
+def _same(self:Lines, line):
+    "The line that this one repeats; nothing beyond a line that is no warning."
+    if line.shape is None: return None
+    for row in itertools.islice(reversed(self.rows), NEAR):
+        if row.shape == line.shape: return row
+        if row.level != "warning" or row.kind == "change": return None
+    return None
+
+
+@patch
+def event(self:Lines,
+    e:Event,  # newer than all before
+):  # the line that is new or has grown; None for one that needs none
+    "Add an event."
+    if e.kind in HIDDEN: return None
+    shape = None if e.level == "error" else shape_of(e)
+    line = Line(f"e{e.id}", 0, e.time, e.step, e.step, 1, e.kind, e.level, e.text[:LONGEST], shape)
+    same = self._same(line)
+    if same is None: return self._add(line)
+    same.join(line)
+    return same
+
+# %% ../../nbs/widgets/07_lines.ipynb #4c9d17d6
+@patch
+def change(self:Lines,
+    c:ChangeRecord,  # newer than all before, or one whose state is another now
+    fixes=(),  # see `change_text`
+) -> Line:  # the line that is new or has changed
+    "Add a change, or what became of it."
+    level, text = change_text(c, fixes)
+    line = self.by_key.get(f"c{c.id}")
+    if line is None: line = self._add(Line(f"c{c.id}", 0, c.time, None, None, 1, "change", level, ""))
+    line.level, line.text = level, text[:LONGEST]
+    line.first = line.last = c.applied_step
+    return line
+
+# %% ../../nbs/widgets/07_lines.ipynb #db92a5f6
+@patch
+def before(self:Lines,
+    other,  # `Lines` of what happened earlier
+) -> list:  # the lines that are new, or have grown
+    "Put older lines below."
+    older, grown = list(other.rows), []
+    if older and self.rows and self.rows[0].shape is not None and older[-1].shape == self.rows[0].shape:
+        line, part = self.rows[0], older.pop()
+        line.count += part.count
+        if part.first is not None: line.first = part.first
+        grown = [line]
+    room = self.rows.maxlen - len(self.rows)
+    older = older[-room:] if room else []
+    for line in reversed(older):
+        line.place = next(self.below)
+        self.rows.appendleft(line)
         self.by_key[line.key] = line
-        return line
-
-    def _same(self, line):
-        "The line that this one repeats; nothing beyond a line that is no warning."
-        if line.shape is None: return None
-        for row in itertools.islice(reversed(self.rows), NEAR):
-            if row.shape == line.shape: return row
-            if row.level != "warning" or row.kind == "change": return None
-        return None
-
-    def before(self,
-        other,  # `Lines` of what happened earlier
-    ) -> list:  # the lines that are new, or have grown
-        "Put older lines below."
-        older = list(other.rows)
-        joined = [self.rows[0]] if older and self.rows and self.rows[0].shape is not None and older[-1].shape == self.rows[0].shape else []
-        if joined:
-            newer, part = self.rows[0], older.pop()
-            newer.first, newer.count = part.first if part.first is not None else newer.first, newer.count + part.count
-        room = self.rows.maxlen - len(self.rows)
-        older = older[-room:] if room else []
-        for line in reversed(older):
-            line.place = next(self.below)
-            self.rows.appendleft(line)
-            self.by_key[line.key] = line
-        return [*older, *joined]
+    return [*older, *grown]

@@ -28,12 +28,13 @@ from .lines import Lines, json_safe
 def _status(change, knob):
     "What became of one knob of a change."
     superseded = change.state == "applied" and change.new is not None and knob not in change.new
-    return dict(key=str(change.id), id=change.id, state="refused" if superseded else change.state, step=change.applied_step,
-        at=change.at, ok=change.verified, reason=change.reason, source=change.source, time=change.time,
+    state = "refused" if superseded else change.state
+    return dict(key=str(change.id), id=change.id, state=state, step=change.applied_step, at=change.at,
+        ok=change.verified, reason=change.reason, source=change.source, time=change.time,
         asked=json_safe(change.requested[knob]), old=json_safe((change.old or {}).get(knob)),
         new=json_safe((change.new or {}).get(knob)))
 
-
+# %% ../../nbs/widgets/08_monitor.ipynb #49fdf18e
 def change_status(
     changes,  # `ChangeRecord`s by id
 ) -> dict:  # knob → what became of the newest request that named it
@@ -69,9 +70,9 @@ class RunLog:
     "The events and changes of a run as lines: the newest first, what is new at every look, older ones when asked for."
 
     def __init__(self):
-        self.lines, self.fresh = Lines(), {}  # lines; those that are new or have grown, by key: whoever shows them empties it
+        self.lines, self.fresh = Lines(), {}  # fresh: those that are new or have grown, by key; who shows them empties it
         self.changes, self.error = {}, None  # id → `ChangeRecord`; the newest event that says why training ended
-        self.event, self.first = None, 0  # ids of the newest event that was read, and of the last one that was not; 0: none
+        self.event, self.first = None, 0  # ids of the newest event that was read, and of the last that was not; 0: none
 
 # %% ../../nbs/widgets/08_monitor.ipynb #aa7de709
 @patch
@@ -83,7 +84,7 @@ def _new_events(self:RunLog, db):
         if e.kind == "error" and e.level == "error": self.error = e
     return found
 
-
+# %% ../../nbs/widgets/08_monitor.ipynb #7caa9fd0
 @patch
 def _new_changes(self:RunLog, db):
     "(new ones, those whose state is another now)."
@@ -104,7 +105,7 @@ def _add(lines, record, fixes):
     "The line that an event or a change makes or joins; None for one that needs none."
     return lines.event(record) if isinstance(record, Event) else lines.change(record, fixes)
 
-
+# %% ../../nbs/widgets/08_monitor.ipynb #0b469847
 @patch
 def read(self:RunLog,
     db:sqlite3.Connection,  # the run's database, in a snapshot
@@ -118,7 +119,7 @@ def read(self:RunLog,
     made += [self.lines.change(c, fixes) for c in changed if f"c{c.id}" in self.lines.by_key]
     self.fresh |= {line.key: line for line in made if line is not None}
 
-
+# %% ../../nbs/widgets/08_monitor.ipynb #66631c69
 @patch
 def read_older(self:RunLog,
     db:sqlite3.Connection,  # the run's database
@@ -150,7 +151,8 @@ class RunMonitor:
 
     def _clear(self):
         self.clear, self.due, self.log = True, 0.0, RunLog()
-        self.raw, self.state, self.held = "", "created", None  # as written; as it is; whether a trainer holds it, None: unknown
+        self.raw, self.state = "", "created"  # as the trainer wrote it, and as it is
+        self.held = None  # whether a trainer holds the directory; None: unknown
         self.segment, self.environment, self.target = None, {}, None
         self.values, self.controls, self.parsed = {}, None, {}  # parsed: key of meta → the text that was parsed last
         self.telemetry, self.checkpoints = {}, []  # (step, time, bytes) of those that are kept, newest first
@@ -171,7 +173,7 @@ def look(self:RunMonitor) -> bool:  # whether anything is new
         self.close()
     return new or self.fault != was
 
-
+# %% ../../nbs/widgets/08_monitor.ipynb #486af070
 @patch
 def _look(self:RunMonitor):
     self._open()
@@ -185,7 +187,7 @@ def _look(self:RunMonitor):
 def _open(self:RunMonitor):
     if self.reader.open(): self._clear()
 
-
+# %% ../../nbs/widgets/08_monitor.ipynb #2a067d09
 @patch
 def writable(self:RunMonitor) -> Run:
     "The run, to ask something of it; raises `UserError` where its directory cannot be reached."
@@ -223,7 +225,7 @@ def _read(self:RunMonitor, db):
     self.log.read(db, self.fixes)
     if "values" not in meta: self.values = self._old_values(db)
 
-
+# %% ../../nbs/widgets/08_monitor.ipynb #be9d9a1b
 @patch
 def _read_state(self:RunMonitor, meta):
     raw, self.target = json.loads(meta.get("state", '"created"')), json.loads(meta.get("target", "null"))
@@ -238,7 +240,7 @@ def _is_new(self:RunMonitor, meta, key):
 
 def _parsed(text): return json_safe(json.loads(text))
 
-
+# %% ../../nbs/widgets/08_monitor.ipynb #53b8aef9
 @patch
 def _old_values(self:RunMonitor, db):
     out = json.loads(read_meta(db, "knobs").get("knobs", "{}"))
