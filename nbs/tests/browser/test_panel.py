@@ -186,7 +186,7 @@ def test_hostile_names_errors_reload_and_a_second_browser(notebook):
     label.click()
     until_text(nb, ".mp-row[data-knob=norm_eps] .mp-help", HOSTILE)
     assert HOSTILE in label.get_attribute("title")
-    nb.kernel("panel._remote.controls['knobs']['lr']['high'] = 1000; panel._heard(None, dict(t='hello'), [])")  # a page that does not know the rule
+    nb.kernel("panel._monitor.controls['knobs']['lr']['high'] = 1000; panel._heard(None, dict(t='hello'), [])")  # a page that does not know the rule
     knob(nb, "lr").locator("input[type=range]").wait_for()
     for _ in range(20):  # until the page has the other rule
         knob(nb, "lr").locator("input[type=text]").fill("50")
