@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from ..core import UnknownName, UserError
 from .chunks import last_steps, metric_names
 from .lock import is_live
-from .records import read_changes, read_checkpoints, read_environment, read_events, read_meta
+from .records import current_meta, read_changes, read_checkpoints, read_environment, read_events, read_meta
 from .records import request_change, request_command
 from .series import read_series, void_after
 from .store import Store
@@ -79,7 +79,7 @@ def _exists(process):
 @patch(as_prop=True)
 def meta(self:Run):
     "Everything stored about the run: recipe, configuration, split, knobs, versions, state."
-    return {k: json.loads(v) for k, v in self._ask(read_meta).items()}
+    return current_meta({k: json.loads(v) for k, v in self._ask(read_meta).items()})
 
 # %% ../../nbs/run/07_directory.ipynb #faeaf3de
 @patch(as_prop=True)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'NETWORK', 'PASSING', 'LATER', 'EVENT', 'WAL_EVENT', 'WAL_FAULT', 'file_system', 'has_wal_fault', 'connect',
-           'Write', 'WriteQueue', 'transact', 'Outage', 'Frames', 'drop_unsound', 'Store', 'data_version']
+           'Write', 'WriteQueue', 'transact', 'Outage', 'Frames', 'drop_unsound', 'Store']
 
 # %% ../../nbs/run/02_store.ipynb #d36898da
 import atexit
@@ -24,6 +24,7 @@ import psutil
 from fastcore.basics import patch
 
 from .columns import BLOCK, BUCKET, Frame, sound
+from .watch import DataVersion
 
 # %% ../../nbs/run/02_store.ipynb #abd664a8
 TABLES = """
@@ -277,7 +278,8 @@ class Store:
         self.db, self.journal = connect(path)
         self.queue, self.frames, self.outage = WriteQueue(), Frames(), Outage()
         self.segment = 0  # of the frames that are opened from now on
-        self._stop, self._due, self._seen = threading.Event(), 0.0, None  # next flush, s; data version already handled
+        self._stop, self._due = threading.Event(), 0.0  # next flush, s
+        self.others = DataVersion()  # whether another process has written
         self.thread = threading.Thread(target=self._loop, name="medlab-store", daemon=True)
         self.thread.start()
         atexit.register(self.close)
@@ -396,19 +398,12 @@ def _event(self:Store, text, **data):
     self.queue.put(EVENT, time.time(), None, "store", "warning", text, json.dumps(data))
 
 # %% ../../nbs/run/02_store.ipynb #3fed5f44
-def data_version(
-    db,  # connection
-) -> int:  # another number whenever another connection has written
-    "What SQLite counts of the commits of other connections."
-    return db.execute("PRAGMA data_version").fetchone()[0]
-
-
 @patch
 def _look(self:Store):
     "Call `on_foreign` where another process has written since the last look."
-    try: version = data_version(self.db)
+    try: moved = self.others.moved(self.db)
     except sqlite3.Error as e: return self.outage.note(e)
-    if version != self._seen and self._call("on_foreign", self.db): self._seen = version
+    if moved and not self._call("on_foreign", self.db): self.others.forget()
 
 # %% ../../nbs/run/02_store.ipynb #4355965b
 @patch

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from ..core import UserError
-from ..run.directory import Run, hold, is_live
+from ..run.directory import Run
+from ..run.lock import hold, is_live
 from ..run.store import Store
 from ..run.writer import RunWriter
 from .saving import differing

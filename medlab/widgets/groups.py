@@ -21,8 +21,8 @@ from fastcore.basics import patch
 from ..core import UnknownName, UserError
 from ..plots import BAD, MUTED, _figure, plain
 from ..run.history import History
-from ..step.step import TELEMETRY
-from ..train.loop import CLOCK
+from ..contracts.result import TELEMETRY
+from ..train.telemetry import CLOCK
 
 # %% ../../nbs/widgets/03_groups.ipynb #1801da09
 @dataclass(frozen=True)
