@@ -32,10 +32,10 @@ def to_device(
     if device.type == "cpu": return batch
     return {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
 
-
+# %% ../../nbs/batches/04_loader.ipynb #8be2da21
 def _pick(values, kept): return values[kept] if torch.is_tensor(values) else [values[i] for i in kept]
 
-
+# %% ../../nbs/batches/04_loader.ipynb #dba38692
 def good_samples(
     batch:Collated,
     check:bool=True,  # leave out samples with non-finite values; False: only those that could not be loaded
@@ -79,23 +79,25 @@ def seek(self:BatchLoader,
     workers = self.recipe.workers
     self.batches = process_loader(self.dataset, self.sampler, workers) if workers else stream(self.dataset, self.sampler)
 
-
+# %% ../../nbs/batches/04_loader.ipynb #1e29033a
 @patch
 def _place(self:BatchLoader, samples_seen):
     self.batches, self.begun, self.samples_seen = None, False, samples_seen  # its workers end before others begin
     self.sampler = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.recipe.seed, samples_seen)
     self._leave_out()
 
-
+# %% ../../nbs/batches/04_loader.ipynb #6cdd40d8
 @patch
 def _leave_out(self:BatchLoader):
     "Samples in quarantine are not read any more."
     self.budget = self.knobs.now.case_budget
     self.sampler.left_out = self.quarantine.samples.left_out(self.budget)
 
-
+# %% ../../nbs/batches/04_loader.ipynb #9785bce2
 @patch(as_prop=True)
 def workers(self:BatchLoader) -> list: "The processes that load."; return list(getattr(self.batches, "_workers", ()))
+
+# %% ../../nbs/batches/04_loader.ipynb #e2153035
 @patch
 def end(self:BatchLoader):
     "End the loading processes, whatever they do; `seek` starts others."
@@ -118,7 +120,7 @@ def next(self:BatchLoader,
     if isinstance(batch, StepBatch): return self.quarantine.keep(batch, len(self.dataset))
     raise RunFailed(f"step {iteration}: {batch}, twice; smaller samples, fewer workers or a smaller batch_size need less")
 
-
+# %% ../../nbs/batches/04_loader.ipynb #ecc220de
 @patch
 def _made(self:BatchLoader, iteration):
     "A step's batch, or the `Shortage` of memory that came in its place."
@@ -128,7 +130,7 @@ def _made(self:BatchLoader, iteration):
         if not is_oom(e): raise
         return shortage_of(e, "data", self.memory)
 
-
+# %% ../../nbs/batches/04_loader.ipynb #bd6fc6e0
 @patch
 def _take(self:BatchLoader, iteration, began):
     micros, faults, size = [], [], 0
@@ -156,7 +158,7 @@ def _judged(self:BatchLoader, faults):
         if n.flag(f.index, f.reason, self.budget, mark=self.samples_seen): out.append(self._quarantined(f, f"it failed {n.count(f.index)} times"))
     return out
 
-
+# %% ../../nbs/batches/04_loader.ipynb #2d93b347
 @patch
 def _quarantined(self:BatchLoader, fault, why):
     self._leave_out()
@@ -178,7 +180,7 @@ def _next(self:BatchLoader):
         self._restart(dead)
     return self._one_by_one()
 
-
+# %% ../../nbs/batches/04_loader.ipynb #00f7b071
 @patch
 def _wait(self:BatchLoader):
     "The next batch of the workers; the first one is given half a minute more, for they must start."
@@ -187,14 +189,14 @@ def _wait(self:BatchLoader):
     self.begun = True
     return batch
 
-
+# %% ../../nbs/batches/04_loader.ipynb #64805408
 @patch
 def _dead(self:BatchLoader, seconds):
     "Workers that have ended, or end within so many seconds."
     if self.workers: wait([w.sentinel for w in self.workers], seconds)
     return [w for w in self.workers if not w.is_alive()]
 
-
+# %% ../../nbs/batches/04_loader.ipynb #8f3a15bf
 @patch
 def _restart(self:BatchLoader, dead):
     names, how = ", ".join(f"worker {w.pid}" for w in dead), " and ".join(ended(w) for w in dead)
@@ -202,7 +204,7 @@ def _restart(self:BatchLoader, dead):
         kind="worker"))
     self.seek(self.samples_seen)
 
-
+# %% ../../nbs/batches/04_loader.ipynb #23c52188
 @patch
 def _hung(self:BatchLoader):
     "The next batch, after workers that gave nothing were ended."
@@ -223,7 +225,7 @@ def _one_by_one(self:BatchLoader):
     self.samples_seen = seen
     return collate(items)
 
-
+# %% ../../nbs/batches/04_loader.ipynb #5d68146c
 @patch
 def _alone(self:BatchLoader, key):
     "One sample as a list; empty where the process that read it ended, or hung."
@@ -238,7 +240,7 @@ def _alone(self:BatchLoader, key):
     self.notes += [fault, self._quarantined(fault, f"it {'holds up' if hung else 'ends'} whatever process reads it")]
     return []
 
-
+# %% ../../nbs/batches/04_loader.ipynb #37151846
 @patch
 def _single(self:BatchLoader, key):
     "A loader of one sample, whose process has started. Raises `UserError` where none does."

@@ -70,10 +70,10 @@ class Collated:
     failed:list  # faults of the samples that could not be loaded
     indices:list = field(default_factory=list)  # of the samples, in the dataset
 
-
+# %% ../../nbs/batches/01_loading.ipynb #491aff71
 def _numbers(x): return isinstance(x, tuple) and bool(x) and all(type(v) in (int, float) for v in x)
 
-
+# %% ../../nbs/batches/01_loading.ipynb #ac03a191
 def _stacked(items):
     host = [k for k, v in items[0].items() if _numbers(v)]
     if not host: return default_collate(items)
@@ -83,7 +83,7 @@ def _stacked(items):
 # %% ../../nbs/batches/01_loading.ipynb #11acd2f9
 def _form(item): return ", ".join(f"{k} {tuple(v.shape) if torch.is_tensor(v) else type(v).__name__}" for k, v in item.items())
 
-
+# %% ../../nbs/batches/01_loading.ipynb #ca4bdda2
 def _alike(loaded):
     "The samples of the form that most have, and faults for the others."
     usual = Counter(_form(i) for i, _ in loaded).most_common(1)[0][0]
@@ -91,7 +91,7 @@ def _alike(loaded):
         for i, n in loaded if _form(i) != usual]
     return [(i, n) for i, n in loaded if _form(i) == usual], odd
 
-
+# %% ../../nbs/batches/01_loading.ipynb #1e2c4b09
 def _together(loaded):
     "(collated samples, those that fit, faults of the others)."
     try: return _stacked([i for i, _ in loaded]), loaded, []
@@ -112,7 +112,7 @@ def collate(
     suspect = [Fault(str(i.get("case", "sample")), r, n) if r else None for (i, n), r in zip(loaded, reasons)]
     return Collated(samples, suspect, failed + odd, [n for _, n in loaded])
 
-
+# %% ../../nbs/batches/01_loading.ipynb #92191905
 def stream(
     dataset:Guarded,
     sampler,  # iterable over lists of keys, such as `ResumableSampler`

@@ -54,7 +54,11 @@ def process_loader(
 
 # %% ../../nbs/batches/02_processes.ipynb #1ec63d5e
 HUNG = "timed out after"  # how torch says that its workers gave nothing
+
+
 START = 30.0  # s that workers may take to start
+
+
 TURN = 2.0  # s between two looks
 
 
@@ -72,7 +76,7 @@ def within(
             if HUNG not in str(e) or time.monotonic() >= start + seconds: raise
         turn(time.monotonic() - start)
 
-
+# %% ../../nbs/batches/02_processes.ipynb #9a1b5316
 def ended(
     worker,  # process that is no more
 ) -> str:

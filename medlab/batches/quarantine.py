@@ -24,11 +24,11 @@ class FaultTracker:
         self.out = {}  # key → reason, of those that were ever over it
         self.forced = set()  # keys that are left out whatever the budget
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #c97420c5
 @patch
 def count(self:FaultTracker, key) -> int: "Faults of a key."; return len(self.marks.get(key, ()))
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #5ead3f06
 @patch
 def flag(self:FaultTracker,
     key,  # case's name, or sample's index
@@ -43,7 +43,7 @@ def flag(self:FaultTracker,
     self.out[key] = reason
     return True
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #0d5a32a6
 @patch
 def left_out(self:FaultTracker,
     budget:int,  # as it is now
@@ -51,11 +51,11 @@ def left_out(self:FaultTracker,
     "The keys that are left out."
     return {k for k in self.out if k in self.forced or budget is not None and self.count(k) >= budget}
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #bd8ccef7
 @patch
 def force(self:FaultTracker, key, reason): "Leave a key out whatever the budget."; self.out[key] = reason; self.forced.add(key)
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #ddc30f72
 @patch
 def reasons(self:FaultTracker,
     key,
@@ -75,9 +75,11 @@ class Quarantine:
         self.samples, self.cases = FaultTracker(), FaultTracker()  # by index in the dataset; by name
         self.suspects, self.barren = [], 0  # (case, reason, iteration); samples in a row that left with whole batches
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #b885d179
 @patch(as_prop=True)
 def budget(self:Quarantine): "Faults after which a sample or case is left out; None: never."; return self.knobs.now.case_budget
+
+
 @patch
 def suspect(self:Quarantine, case, reason, iteration): "Suspect a case of a fault, until a step succeeds."; self.suspects.append((str(case), reason, iteration))
 
@@ -92,7 +94,7 @@ def after_step(self:Quarantine, result, batch):
     suspects, self.suspects = self.suspects, []
     return [self._convicted(*s) for s in suspects if self.cases.flag(*s[:2], self.budget)]
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #c5ffcf00
 @patch
 def _convicted(self:Quarantine, case, reason, iteration):
     n = self.cases.count(case)
@@ -109,7 +111,7 @@ def text(self:Quarantine) -> str:
     return (f"{len(out)} case{'s are' if len(out) > 1 else ' is'} in quarantine, such as {out[0]} ({self.cases.out[out[0]]}); a "
         "larger case_budget, or None, takes them back")
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #194f5094
 @patch
 def keep(self:Quarantine,
     batch:StepBatch,
@@ -131,14 +133,14 @@ def state_dict(self:FaultTracker) -> dict:
     marks = [[k, [list(m) for m in v]] for k, v in self.marks.items()]
     return dict(marks=marks, out=[[k, v] for k, v in self.out.items()], forced=sorted(self.forced, key=str))
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #f4ee2196
 @patch
 def load_state_dict(self:FaultTracker, state):
     "Take up a state."
     self.marks = {k: [tuple(m) for m in v] for k, v in state["marks"]}
     self.out, self.forced = dict(map(tuple, state["out"])), set(state["forced"])
 
-
+# %% ../../nbs/batches/03_quarantine.ipynb #a10c034f
 @patch
 def state_dict(self:Quarantine) -> dict: "Both trackers."; return dict(samples=self.samples.state_dict(), cases=self.cases.state_dict())
 

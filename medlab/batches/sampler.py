@@ -43,7 +43,7 @@ def order(self:ResumableSampler,
     "The order of one epoch."
     return torch.randperm(self.n, generator=generator(self.seed, "epoch", epoch)).tolist()
 
-
+# %% ../../nbs/batches/00_sampler.ipynb #bab183e2
 @patch
 def seeds(self:ResumableSampler,
     epoch:int,  # ≥ 0

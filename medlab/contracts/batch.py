@@ -34,7 +34,7 @@ class Batch(Mapping):
 # %% ../../nbs/contracts/00_batch.ipynb #cbb2cfa5
 def _length(values): return values.shape[0] if torch.is_tensor(values) else len(values)
 
-
+# %% ../../nbs/contracts/00_batch.ipynb #73b4531d
 @patch(cls_method=True)
 def of(cls:Batch,
     values:Mapping,  # name → tensor (b, …) or list of length b; "case" holds the names of the cases
@@ -60,7 +60,7 @@ def select(self:Batch,
     tensors = {k: v[mask.to(v.device)] for k, v in self.tensors.items()}
     return Batch(tensors, tuple(of(self.cases)), {k: of(v) for k, v in self.meta.items()}, sum(keep))
 
-
+# %% ../../nbs/contracts/00_batch.ipynb #10eb6ab7
 @patch
 def take(self:Batch,
     start:int, stop:int,  # range of samples, ≥ 0
@@ -70,7 +70,7 @@ def take(self:Batch,
     size = len(range(*slice(start, stop).indices(self.size)))
     return Batch({k: v[start:stop] for k, v in self.tensors.items()}, self.cases[start:stop], meta, size)
 
-
+# %% ../../nbs/contracts/00_batch.ipynb #ebb534a3
 @patch
 def split(self:Batch,
     most:int=None,  # samples of a part, at most; None: the batch as it is
@@ -81,7 +81,7 @@ def split(self:Batch,
     edges = [-(-self.size * i // parts) for i in range(parts + 1)]
     return [self.take(a, b) for a, b in zip(edges, edges[1:])]
 
-
+# %% ../../nbs/contracts/00_batch.ipynb #bdcb4b1d
 @patch(as_prop=True)
 def names(self:Batch) -> tuple:
     "A name for every sample: its case, or its place in the batch."
@@ -117,7 +117,7 @@ def split(self:StepBatch,
     if most is None or all(m.size <= most for m in self.micro_batches): return self
     return replace(self, micro_batches=tuple(part for m in self.micro_batches for part in m.split(most)))
 
-
+# %% ../../nbs/contracts/00_batch.ipynb #00cede4f
 @patch(as_prop=True)
 def largest(self:StepBatch) -> int:
     "Samples of the largest micro-batch."

@@ -21,14 +21,14 @@ class SetKnobs:
     source:str = "guard"  # who asks, for the log
     notice:Notice = None
 
-
+# %% ../../nbs/contracts/02_listener.ipynb #5b361703
 @dataclass(frozen=True)
 class ResetScale:
     "Put the loss scale to a value."
     scale:float  # > 0
     notice:Notice = None
 
-
+# %% ../../nbs/contracts/02_listener.ipynb #84e5ae14
 @dataclass(frozen=True)
 class RollBack:
     "Go back to a kept checkpoint, and leave out the samples taken since."
@@ -44,7 +44,7 @@ class Quarantine:
     reason:str
     notice:Notice = None
 
-
+# %% ../../nbs/contracts/02_listener.ipynb #7845531d
 @dataclass(frozen=True)
 class Stop:
     "End the training with a diagnosis."

@@ -49,9 +49,11 @@ def update(self:Average,
     torch._foreach_add_(average, move)
     for own, theirs in zip(self.network.buffers(), self.source.buffers()): own.copy_(theirs)
 
-
+# %% ../../nbs/contracts/05_system.ipynb #4427a2b3
 @patch
 def state_dict(self:Average) -> dict: "The averaged weights."; return self.network.state_dict()
+
+
 @patch
 def load_state_dict(self:Average, state): "Take up averaged weights."; self.network.load_state_dict(state)
 
@@ -64,7 +66,7 @@ def _digest(network):
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
-
+# %% ../../nbs/contracts/05_system.ipynb #71f722b1
 @dataclass
 class System:
     "A trained network with the frozen and averaged ones around it."
@@ -92,7 +94,7 @@ def networks(self:System) -> list:
     "All networks: the trained one, the frozen ones, the averages'."
     return [self.model, *self.frozen.values(), *(a.network for a in self.averages.values())]
 
-
+# %% ../../nbs/contracts/05_system.ipynb #c5070d69
 @patch
 def check(self:System):
     "Raise `UserError` where a frozen network or an average is no longer in evaluation mode, or asks for gradients again."
@@ -108,7 +110,7 @@ def state_dict(self:System) -> dict:
     "The averages' weights, and the hashes of the frozen networks."
     return dict(averages={k: a.state_dict() for k, a in self.averages.items()}, frozen=dict(self.hashes))
 
-
+# %% ../../nbs/contracts/05_system.ipynb #3bec4a51
 @patch
 def load_state_dict(self:System, state):
     "Take up the averages. Raises `UserError` where a frozen network is not the one that the run was trained with."

@@ -32,14 +32,14 @@ def _forward_fault(probe, loss):
     if math.isfinite(loss.item()): return None
     return "forward", "", f"in the forward pass the loss itself: every module's output is finite, the largest is {probe.largest}"
 
-
+# %% ../../nbs/guards/00_diagnosis.ipynb #830c695a
 def _backward_fault(step, probe):
     if all(p.grad is None for p in step.params): return "backward", "", no_gradient(step.optimizer)
     if probe.backward_culprit: return "backward", probe.backward_culprit.name, f"in the backward pass {probe.backward_culprit}"
     _, why = exact_norm([(n, p.grad) for n, p in step.named if p.grad is not None])
     if why: return "gradient", why.split("'")[1], f"in the backward pass the {why}, while every module's gradient is finite"
 
-
+# %% ../../nbs/guards/00_diagnosis.ipynb #ad25d618
 def _once(step, iteration, i, batch):
     "Forward and backward pass with hooks; (where, module, text) of the first fault, or None."
     for p in step.params: p.grad = None
@@ -59,7 +59,7 @@ def _alone(step, iteration, i, batch):
         if fault: bad.append(j)
     return bad
 
-
+# %% ../../nbs/guards/00_diagnosis.ipynb #5cf6fcea
 def _accused(names, bad):
     "(names of those at fault, sentence)."
     some = f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}"

@@ -59,7 +59,7 @@ def after_step(self:EscalationPolicy, result, batch):
         if actions := self._climb(result, batch): return actions
     if skips - self.since >= k.max_skips: return [Stop(self._last_words(result))]
 
-
+# %% ../../nbs/guards/03_escalation.ipynb #46289c33
 @patch
 def _went_back(self:EscalationPolicy, result):
     "The run went back to a checkpoint: what counts now are the skips and steps of that."
@@ -96,7 +96,7 @@ def _diagnose(self:EscalationPolicy, result, batch):
         batch=found.batch)
     for case in found.cases: self.quarantine.suspect(case, f"skipped: {found.where} {found.module}", at)
 
-
+# %% ../../nbs/guards/03_escalation.ipynb #2aa13811
 @patch
 def second_look(self:EscalationPolicy, step, t, i, batch):
     "What a second look at a micro-batch with a non-finite loss shows, while its step is being made; None where it cannot be had."
@@ -113,7 +113,7 @@ def _climb(self:EscalationPolicy, result, batch):
         done, actions = getattr(self, f"_{rung}")(result, batch)
         if done: return self._climbed(result, rung, budget, done, actions)
 
-
+# %% ../../nbs/guards/03_escalation.ipynb #d4a38cab
 @patch
 def _climbed(self:EscalationPolicy, result, rung, budget, done, actions):
     at, skips = result.iteration, result.consecutive_skips
@@ -135,7 +135,7 @@ def _reset_scale(self:EscalationPolicy, result, batch):
     if scale >= self.knobs.now.scale_critical: return None, ()
     return f"the loss scale was reset from {scale:g} to {start:g}", [ResetScale(start)]
 
-
+# %% ../../nbs/guards/03_escalation.ipynb #ea907c86
 @patch
 def _roll_back(self:EscalationPolicy, result, batch):
     "To the last checkpoint before the row of skips; a second time further back, if there is one. What was changed before holds."
@@ -156,14 +156,14 @@ def _change_precision(self:EscalationPolicy, result, batch):
     if precision not in NEXT: return None, ()
     return f"the precision is changed from {precision} to {NEXT[precision]}", self._set(precision=NEXT[precision])
 
-
+# %% ../../nbs/guards/03_escalation.ipynb #e5780691
 @patch
 def _lower_lr(self:EscalationPolicy, result, batch):
     lr, cut = self.step.schedule(result.optimizer_step), self.knobs.now.lr_cut
     if lr <= 0: return None, ()
     return f"the learning rate is lowered from {lr:.4g} to {lr * cut:.4g}", self._set(lr=lr * cut)
 
-
+# %% ../../nbs/guards/03_escalation.ipynb #9e5fb1e0
 @patch
 def _set(self:EscalationPolicy, **knobs):
     self.moved |= knobs

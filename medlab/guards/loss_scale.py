@@ -42,14 +42,14 @@ class LossScaleWatch:
         self.remedies = {k: [n for n in names if n in fixes] for k, names in REMEDIES.items()}
         self.reset()
 
-
+# %% ../../nbs/guards/01_loss_scale.ipynb #dc747b99
 @patch
 def reset(self:LossScaleWatch):
     "Begin anew, as after a checkpoint was read."
     self.skips, self.in_row = deque(), 0  # iterations of skipped steps in the window; skips in a row
     self.level, self.often, self.where = 0, False, "backward"  # of the scale, 2: critical; whether the rate is too high; the pass
 
-
+# %% ../../nbs/guards/01_loss_scale.ipynb #cb1d0ac9
 @patch
 def after_step(self:LossScaleWatch, result, batch):
     "Look at a step in fp16."
@@ -71,7 +71,7 @@ def see(self:LossScaleWatch,
     if scale is not None: self._scale(iteration, scale)
     self._rate(iteration)
 
-
+# %% ../../nbs/guards/01_loss_scale.ipynb #3f297216
 @patch
 def _skip(self:LossScaleWatch, iteration, loss, scale):
     self.skips.append(iteration)
@@ -79,7 +79,7 @@ def _skip(self:LossScaleWatch, iteration, loss, scale):
     if self.in_row == self.knobs.now.skip_alarm:
         self._report(iteration, "error", f"{self.in_row} steps in a row were skipped: {self._advice()}")
 
-
+# %% ../../nbs/guards/01_loss_scale.ipynb #96b9cfe7
 @patch
 def _scale(self:LossScaleWatch, iteration, scale):
     k = self.knobs.now
@@ -90,7 +90,7 @@ def _scale(self:LossScaleWatch, iteration, scale):
         self._report(iteration, "warning", f"the loss scale fell to {scale:g}, {below}; {self._count(iteration)}{advice}", scale=scale)
     self.level = level
 
-
+# %% ../../nbs/guards/01_loss_scale.ipynb #340320ed
 @patch
 def _rate(self:LossScaleWatch, iteration):
     most, was = self.knobs.now.skip_rate * self.window, self.often
@@ -103,14 +103,14 @@ def _rate(self:LossScaleWatch, iteration):
 @patch
 def _count(self:LossScaleWatch, iteration): return f"{len(self.skips)} of the last {min(iteration, self.window)} steps were skipped"
 
-
+# %% ../../nbs/guards/01_loss_scale.ipynb #6cffdac6
 @patch
 def _advice(self:LossScaleWatch):
     names = self.remedies[self.where]
     what, remedy = ADVICE[self.where]
     return what + (f"; {remedy}: {', '.join(names)}" if names else "")
 
-
+# %% ../../nbs/guards/01_loss_scale.ipynb #de6595d5
 @patch
 def _report(self:LossScaleWatch, iteration, level, text, **data):
     self.report("loss_scale", f"step {iteration}: {text}", level, iteration, consecutive=self.in_row, skips=len(self.skips),

@@ -35,11 +35,11 @@ class Controls:
         self.open, self.kept = [], {}  # changes; knob → what its binding keeps
         self.probe = lambda on: None  # called with True when a change is put in force, with False when it was read back
 
-
+# %% ../../nbs/knobs/05_controls.ipynb #bc3ecd7d
 @patch
 def _binding(self:Controls, knob): return self.bindings.get(knob) or KnobBinding()
 
-
+# %% ../../nbs/knobs/05_controls.ipynb #aeaef5f0
 def bring_in(
     knobs,  # `Knobs`
     bindings:dict,  # knob → `KnobBinding`
@@ -49,13 +49,13 @@ def bring_in(
     for knob, binding in bindings.items():
         if binding.write and binding.at_start: binding.write(getattr(knobs, knob), "start")
 
-
+# %% ../../nbs/knobs/05_controls.ipynb #ce1bbf79
 @patch
 def enforce(self:Controls):
     "Bring every bound knob in again, as after a checkpoint was read."
     bring_in(self.knobs, self.bindings)
 
-
+# %% ../../nbs/knobs/05_controls.ipynb #c782ad9b
 @patch
 def put(self:Controls,
     values:dict,  # knob → value, validated
@@ -82,14 +82,14 @@ def _supersede(self:Controls, change):
             self.mailbox.finish(c)
     return before
 
-
+# %% ../../nbs/knobs/05_controls.ipynb #01ae8609
 @patch
 def _write_again(self:Controls, change):
     asked = {k for c in self.open for k in c.old} - change.requested.keys()
     for k in asked:
         if {*self._binding(k).again_after} & change.requested.keys(): self._binding(k).write(getattr(self.knobs, k), change.source)
 
-
+# %% ../../nbs/knobs/05_controls.ipynb #3ab84008
 @patch
 def apply(self:Controls,
     change:Change,  # taken from the mailbox
@@ -114,7 +114,7 @@ def read(self:Controls, knob):
     value = self._binding(knob).read() if self._binding(knob).read else getattr(self.knobs, knob)
     return value.item() if hasattr(value, "item") else value
 
-
+# %% ../../nbs/knobs/05_controls.ipynb #cab50b04
 @patch
 def after_step(self:Controls, result, batch):
     "Read back what this step used for the first time, and finish or revert it."
@@ -127,7 +127,7 @@ def after_step(self:Controls, result, batch):
         if wrong: self._revert(c, f"asked for {({k: c.requested[k] for k in wrong})}, read back {wrong}")
         else: self._confirm(c)
 
-
+# %% ../../nbs/knobs/05_controls.ipynb #caac6b3c
 @patch
 def _confirm(self:Controls, change):
     change.state, change.verified = "applied", True
@@ -136,7 +136,7 @@ def _confirm(self:Controls, change):
     what = ", ".join(f"{k} {change.old[k]} → {change.new[k]}" for k in change.new)
     self.writer.event("change", f"step {change.applied_step}: {what}", at=change.applied_step, source=change.source)
 
-
+# %% ../../nbs/knobs/05_controls.ipynb #65d2437c
 @patch
 def _revert(self:Controls, change, reason):
     self.put(change.old, change.source)

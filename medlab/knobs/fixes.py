@@ -42,7 +42,7 @@ class Switch:
 
     def __repr__(self): return f"{self.fix.name}: {'on' if self.active else 'off'} ({self.fix.on} against {self.fix.off})"
 
-
+# %% ../../nbs/knobs/03_fixes.ipynb #0c37e865
 class Fixes(dict):
     "Fixes by name; an unknown one is an error that names the nearest."
 

@@ -168,7 +168,7 @@ def _renamed(requested):
         warnings.warn(f"the knob {old!r} is called {RENAMED[old]!r} now", FutureWarning, stacklevel=4)
     return current(requested)
 
-
+# %% ../../nbs/knobs/01_knobs.ipynb #5bfe00ce
 def _value(scratch, name, trait, value):
     try:
         if isinstance(value, bool) and isinstance(trait, (Int, traitlets.Float)): raise traitlets.TraitError
@@ -176,7 +176,7 @@ def _value(scratch, name, trait, value):
     except traitlets.TraitError as e: raise UserError(f"{name}={value!r} is refused: it must be {rule(trait)}") from e
     return getattr(scratch, name)
 
-
+# %% ../../nbs/knobs/01_knobs.ipynb #44d7f6e7
 @patch(cls_method=True)
 def check(cls:Knobs,
     **requested,  # knob → value
@@ -188,7 +188,7 @@ def check(cls:Knobs,
         out[name] = _value(scratch, name, traits[name], value)
     return out
 
-
+# %% ../../nbs/knobs/01_knobs.ipynb #092535f6
 @patch
 def put(self:Knobs,
     values:dict,  # knob → value

@@ -59,7 +59,7 @@ class Mailbox:
         self.waiting, self.commands = [], []  # changes; (name, arguments)
         store.on_foreign = self.collect
 
-
+# %% ../../nbs/knobs/04_mailbox.ipynb #a37ddeeb
 @patch
 def ask(self:Mailbox,
     source:str="api",  # who asks, for the log
@@ -72,7 +72,7 @@ def ask(self:Mailbox,
     with self.lock: self.waiting.append(change)
     return change
 
-
+# %% ../../nbs/knobs/04_mailbox.ipynb #a21e4662
 @patch
 def due(self:Mailbox,
     iteration:int,  # that is about to be made
@@ -84,7 +84,7 @@ def due(self:Mailbox,
         self.waiting = [c for c in self.waiting if not (c.at is None or c.at <= iteration)]
     return now
 
-
+# %% ../../nbs/knobs/04_mailbox.ipynb #29330282
 @patch
 def finish(self:Mailbox,
     change:Change,  # with `state` and the other fields set
@@ -104,7 +104,7 @@ def _enqueue(self:Mailbox, row, source, text, at):
         return
     with self.lock: self.waiting.append(change)
 
-
+# %% ../../nbs/knobs/04_mailbox.ipynb #7e6ddbee
 @patch
 def collect(self:Mailbox,
     db,  # the store's connection; called from its thread

@@ -26,13 +26,13 @@ def _next(options, tiled, side):
     tile = smaller_tile(options.get("tile") or side)
     return tile is not None, tile
 
-
+# %% ../../nbs/memory/06_inference.ipynb #e4c6e88b
 def _refused(shortage, i, retries, options, tiled):
     last = f", the last in tiles of {options['tile']}" if options.get("tile") else ""
     remedy = "; smaller tiles (tile=…), bf16 or another device need less" if tiled else ""
     return f"{shortage}, after {i} of {retries} retries{last}{remedy}"
 
-
+# %% ../../nbs/memory/06_inference.ipynb #6725d213
 def run_with_oom_retry(
     call,  # function with keywords, such as `tile`
     where:str,  # "validation" or "prediction"

@@ -28,7 +28,7 @@ class MicroBatchSize:
         self.asked, self.own = asked, asked  # samples, None: as loaded
         self.since, self.failed, self.trial = 0, 0, False  # optimizer step of the last change; trials that failed; whether one is going on
 
-
+# %% ../../nbs/memory/02_retry.ipynb #61d53fde
 @patch
 def changed(self:MicroBatchSize,
     size,  # the knob `micro_batch` as it is now
@@ -40,7 +40,7 @@ def changed(self:MicroBatchSize,
     if "oom" not in source: self.asked, self.failed = size, 0
     self.own, self.since = size, taken
 
-
+# %% ../../nbs/memory/02_retry.ipynb #d75f7760
 @patch
 def larger(self:MicroBatchSize,
     taken:int,  # optimizer steps taken
@@ -68,7 +68,7 @@ def _drops(m):
     rates = [getattr(m, k, 0) for k in RATES] + [m.p if isinstance(m, _DropoutNd) else 0]
     return any(type(r) in (int, float) and r > 0 for r in rates)
 
-
+# %% ../../nbs/memory/02_retry.ipynb #43e779ba
 def differs(
     model:nn.Module,
     size:int,  # samples of a micro-batch from now on, at most
@@ -92,7 +92,7 @@ def shortage_of(
     clear_frames(error)
     return found
 
-
+# %% ../../nbs/memory/02_retry.ipynb #b50a5dbe
 HALF_DONE = "the optimizer had begun, and what it moved cannot be taken back"
 
 
@@ -101,7 +101,7 @@ class MustGoBack(Exception):
 
     def __init__(self, shortage:Shortage, tries:int): super().__init__(str(shortage)); self.shortage, self.tries = shortage, tries
 
-
+# %% ../../nbs/memory/02_retry.ipynb #7199879f
 class OOMRetry:
     "Makes steps; where memory runs out, in smaller micro-batches."
 
@@ -135,7 +135,7 @@ def __call__(self:OOMRetry,
     if self.tries and iteration >= self.furthest: self.tries, self.alone = 0, False
     return result
 
-
+# %% ../../nbs/memory/02_retry.ipynb #f12ef766
 @patch
 def _attempt(self:OOMRetry, iteration, batch):
     "One attempt; None where memory ran out, which `shortage` then tells of."
@@ -146,7 +146,7 @@ def _attempt(self:OOMRetry, iteration, batch):
         if not is_oom(e): raise
         self.shortage = shortage_of(e, self.step.phase, self.memory)
 
-
+# %% ../../nbs/memory/02_retry.ipynb #255fa2a8
 @patch
 def _resize(self:OOMRetry, iteration):
     "Try more where that is due, and no less than the network can take."
@@ -165,7 +165,7 @@ def _of_peer(self:OOMRetry, e):
     self.peer_torn = e.code == BACK
     return Shortage(str(e), "PeerFault", "another process", used(self.memory))
 
-
+# %% ../../nbs/memory/02_retry.ipynb #faf5945b
 @patch
 def _torn(self:OOMRetry):
     "Whether the step cannot be taken back, here or elsewhere."
@@ -185,7 +185,7 @@ def _again(self:OOMRetry, iteration, batch):
     self._shrink(iteration, batch, shortage)
     return self._attempt(iteration, batch)
 
-
+# %% ../../nbs/memory/02_retry.ipynb #aea5d88f
 @patch
 def _shrink(self:OOMRetry, iteration, batch, shortage):
     largest = batch.split(self.used).largest
@@ -205,7 +205,7 @@ def _tell(self:OOMRetry, iteration, batch, shortage, before, after):
     self.report("out_of_memory", text, "warning", iteration, where=shortage.where, error=shortage.kind, attempt=self.tries,
         samples=batch.size, before=before, after=after or before, held_gb=shortage.held, freed_gb=shortage.freed)
 
-
+# %% ../../nbs/memory/02_retry.ipynb #662c8021
 @patch
 def _diagnosis(self:OOMRetry, iteration, shortage, largest, most):
     return (f"step {iteration}: {shortage}, with {largest} sample{'s' * (largest != 1)} in a micro-batch, after {self.tries - 1} of "
@@ -220,15 +220,17 @@ def leave(self:OOMRetry):
     try: self.step.replicas.agree(STOP)
     except RuntimeError: self.parted = True  # who is gone already needs no word
 
-
+# %% ../../nbs/memory/02_retry.ipynb #55f4ffda
 @patch
 def bindings(self:OOMRetry) -> dict:
     "The knob that this part owns: micro_batch."
     write = lambda value, source: self.size.changed(value, source, self.step.optimizer_step)
     return dict(micro_batch=KnobBinding(write, lambda: self.used, at_start=False))
 
-
+# %% ../../nbs/memory/02_retry.ipynb #62d7ecd3
 @patch
 def state_dict(self:OOMRetry) -> dict: "What a checkpoint holds of it."; return self.size.state_dict()
+
+
 @patch
 def load_state_dict(self:OOMRetry, state): "Take up a state."; self.size.load_state_dict(state or vars(MicroBatchSize(self.knobs.micro_batch)))

@@ -37,7 +37,7 @@ class ProcessGroup:
     ):
         self.device, self.size, self.rank = torch.device(device), dist.get_world_size(), dist.get_rank()
 
-
+# %% ../../nbs/parallel/00_replicas.ipynb #dea5a312
 @patch
 def agree(self:ProcessGroup,
     code:int=FINE,
@@ -68,7 +68,7 @@ def sum_gradients(self:ProcessGroup,
     *sums, has = flat.split([p.numel() for p in params] + [len(params)])
     for p, g, n in zip(params, sums, has.tolist()): p.grad = g.view_as(p) if n else None
 
-
+# %% ../../nbs/parallel/00_replicas.ipynb #033f34f0
 @patch
 def common(self:ProcessGroup,
     items,  # list of what can be pickled

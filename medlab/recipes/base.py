@@ -29,7 +29,7 @@ def _cell(value):
     if not isinstance(value, float): return str(value)
     return f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"
 
-
+# %% ../../nbs/recipes/00_base.ipynb #9a320e0c
 @dataclass
 class Table:
     "Rows of results with their means."
@@ -52,7 +52,7 @@ def metrics(self:Table) -> dict:  # column → mean
     numbers = {k: [v for v in values if isinstance(v, (int, float))] for k, values in columns.items()}
     return {k: sum(v) / len(v) for k, v in numbers.items() if v}
 
-
+# %% ../../nbs/recipes/00_base.ipynb #52468929
 @patch(cls_method=True)
 def of(cls:Table,
     rows,  # dictionaries with the key "case"
@@ -73,14 +73,14 @@ def _lines(self:Table):
     body = [[_cell(r[k]) for k in keys] for r in self.rows]
     return [keys, *body, ["mean", *(_cell(means[k]) if k in means else "" for k in keys[1:])]]
 
-
+# %% ../../nbs/recipes/00_base.ipynb #45bdb48b
 @patch
 def _repr_html_(self:Table):
     row = lambda line: "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>"
     note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
     return f"<table>{''.join(map(row, self._lines()))}</table>{note}"
 
-
+# %% ../../nbs/recipes/00_base.ipynb #9cfcf98d
 @patch
 def to_csv(self:Table,
     path,  # file to write; one that exists is replaced
@@ -118,7 +118,7 @@ class Use:
     predict_options, check_options = {}, {}  # of the command line: name → (type, default, help)
     endings = (".nii", ".nii.gz")  # of the files that `write` writes
 
-
+# %% ../../nbs/recipes/00_base.ipynb #6a0d7218
 @patch(cls_method=True)
 def check(cls:Use,
     path,  # file or folder
@@ -135,7 +135,7 @@ def find(self:Use,
     "The cases at a path that are to be predicted; raises `UserError` where there is none."
     raise UserError(f"the recipe {self.name!r} has no prediction")
 
-
+# %% ../../nbs/recipes/00_base.ipynb #16aa79fc
 @patch
 def case(self:Use,
     case,  # a case, the name of one of the run's, or a path
@@ -158,7 +158,7 @@ def predict(self:Use,
     "Predict one case; raises `UserError` where the recipe has no prediction."
     raise UserError(f"the recipe {self.name!r} has no prediction")
 
-
+# %% ../../nbs/recipes/00_base.ipynb #d00f9eab
 @patch
 def write(self:Use,
     result,  # of `predict`; here a `Volume`
@@ -175,7 +175,7 @@ def previews(self:Use) -> dict:  # label → arguments of `preview`
     "What can be looked at while training goes on: held-out cases first, none where a recipe has no preview."
     return {}
 
-
+# %% ../../nbs/recipes/00_base.ipynb #b262e6ff
 @patch
 def preview(self:Use,
     model:torch.nn.Module,  # in evaluation mode
@@ -194,7 +194,7 @@ def score(self:Use,
     "Metrics of one case, with baselines beside them; raises `UserError` where the recipe has none."
     raise UserError(f"the recipe {self.name!r} has no evaluation")
 
-
+# %% ../../nbs/recipes/00_base.ipynb #fe3e6d36
 @patch
 def evaluate(self:Use,
     model:torch.nn.Module,  # in evaluation mode
@@ -213,7 +213,7 @@ def _check_number(name, value, low):
     if isinstance(value, bool) or not isinstance(value, kinds) or not value >= low:
         raise UserError(f"{name}={value!r} must be {'an integer' if kinds is int else 'a number'} ≥ {low}")
 
-
+# %% ../../nbs/recipes/00_base.ipynb #59e0228c
 @dataclass
 class Recipe(Use):
     "Base of the recipes: a configuration that can build data, networks and losses."
@@ -234,7 +234,7 @@ def dataset(self:Recipe):  # with a length; a list of samples, or `dataset[(inde
     "The training samples, each a dict with the key `case`; sizes agree within a batch."
     raise NotImplementedError
 
-
+# %% ../../nbs/recipes/00_base.ipynb #fdd2b9d2
 @patch
 def prepare(self:Recipe,
     batch:dict,  # collated samples: name → tensor (b, …) on the device, or list of length b on the host
@@ -250,7 +250,7 @@ def build_model(self:Recipe) -> torch.nn.Module:
     "The network, initialized from torch's global generator, which is seeded before."
     raise NotImplementedError
 
-
+# %% ../../nbs/recipes/00_base.ipynb #b79f839d
 @patch
 def losses(self:Recipe,
     model:torch.nn.Module,  # the trained network, in training mode, under autocast where the knob `precision` says so
@@ -294,7 +294,7 @@ def config(self:Recipe) -> dict:  # field → value
     "The configuration, to be stored with the run."
     return dataclasses.asdict(self)
 
-
+# %% ../../nbs/recipes/00_base.ipynb #9fa8cb4e
 @patch
 def setup(self:Recipe,
     split:dict=None,  # a split stored by an earlier segment of the run; None: make one
@@ -302,7 +302,7 @@ def setup(self:Recipe,
     "Find, check and split the data; raises `UserError` where nothing can be trained on."
     return {}
 
-
+# %% ../../nbs/recipes/00_base.ipynb #961c3a61
 @patch
 def remember(self:Recipe,
     info:dict,  # what `setup` returned when the run was new
@@ -321,7 +321,7 @@ def initial_knobs(self:Recipe) -> dict:  # knob → value
     "Values of knobs at the start that differ from their defaults."
     return {}
 
-
+# %% ../../nbs/recipes/00_base.ipynb #0a489cd3
 @patch
 def apply(self:Recipe,
     knob:str,  # one of the recipe's own knobs
@@ -330,7 +330,7 @@ def apply(self:Recipe,
 ):
     "Bring a changed knob into the objects that use it; the default is for knobs that are read where they are used."
 
-
+# %% ../../nbs/recipes/00_base.ipynb #b33eb35f
 @patch
 def read(self:Recipe,
     knob:str,  # one of the recipe's own knobs

@@ -21,6 +21,8 @@ from .store import Store
 # %% ../../nbs/run/06_records.ipynb #89b43c10
 KNOBS = dict(accumulate="gradient_accumulation_steps", validate="check_inputs", checkpointing="activation_checkpointing",
     climb_after="escalate_after")
+
+
 EVENTS = dict(lr="external_lr", nothing="no_step_taken", guard="recovery_action", not_saved="checkpoint_failed",
     scaler="loss_scale", sink="logger", waiting="data_stall", oom="out_of_memory")
 
@@ -33,7 +35,7 @@ def current(
     if not values: return values
     return {names.get(k, k): v for k, v in values.items() if names.get(k, k) == k or names[k] not in values}
 
-
+# %% ../../nbs/run/06_records.ipynb #b35f2a07
 def current_meta(
     meta:dict,  # key → value, as a run stores them about itself
 ) -> dict:
@@ -194,7 +196,7 @@ class RequestLog:
         self.store, self.own, self.lock = store, set(), threading.Lock()  # ids of the rows that this process has written or read
         store.write("UPDATE commands SET state='expired' WHERE state='pending'").result()
 
-
+# %% ../../nbs/run/06_records.ipynb #4a2b5582
 @patch
 def add(self:RequestLog,
     source:str,  # who asks
@@ -223,7 +225,7 @@ def finish(self:RequestLog,
     record = lambda i: self.store.write(FATE, *fate, i).add_done_callback(lambda _: release())
     row.add_done_callback(lambda f: release() if f.exception() else record(f.result()))
 
-
+# %% ../../nbs/run/06_records.ipynb #97541316
 @patch
 def void_after(self:RequestLog,
     iteration:int,  # that the run went back to
@@ -244,7 +246,7 @@ def foreign_changes(self:RequestLog,
         self.own.update(r[0] for r in new)
     return [(Known(i), source, requested, at) for i, source, requested, at in new]
 
-
+# %% ../../nbs/run/06_records.ipynb #9e13a8b9
 @patch
 def foreign_commands(self:RequestLog,
     db,  # the store's connection, in its thread
@@ -257,7 +259,7 @@ def foreign_commands(self:RequestLog,
         if name in known: taken.append((name, json.loads(data)))
     return taken
 
-
+# %% ../../nbs/run/06_records.ipynb #dfdca3b5
 @patch
 def parsed(self:RequestLog,
     text:str,  # of a request

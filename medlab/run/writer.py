@@ -35,7 +35,7 @@ def stored_meta(
             "another directory")
     return Run(path).meta if exists else {}
 
-
+# %% ../../nbs/run/14_writer.ipynb #52068cc1
 def _missing(path):
     left = sorted((path / "checkpoints").glob("*.pt"))
     if not left: return f"{str(path)!r} holds no run to go on with; Run.list(root) shows those there are"
@@ -70,7 +70,7 @@ def _claimed(path, new):
         if not isinstance(e, (OSError, sqlite3.Error)): raise
         raise UserError(f"the run directory {str(path)!r} cannot be written: {getattr(e, 'strerror', None) or e}; choose another") from e
 
-
+# %% ../../nbs/run/14_writer.ipynb #8e8efdd3
 @patch(cls_method=True)
 def claim(cls:RunWriter,
     path,  # run directory; made if absent
@@ -95,7 +95,7 @@ def event(self:RunWriter,
     self.loggers.event(at, kind, text)
     return self.store.write(EVENT, time.time(), at, kind, level, text, json.dumps(data))
 
-
+# %% ../../nbs/run/14_writer.ipynb #df6bf003
 @patch
 def notice(self:RunWriter, n:Notice):
     "Record a notice as an event."
@@ -111,7 +111,7 @@ def open_segment(self:RunWriter,
     self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", iteration, time.time(),
         json.dumps(info)).result()
 
-
+# %% ../../nbs/run/14_writer.ipynb #54ca0324
 @patch
 def set_state(self:RunWriter,
     state:str,  # "running", "paused", "stopped", "done" or "failed"
@@ -120,11 +120,11 @@ def set_state(self:RunWriter,
     if error := self.store.set_meta(state=state).exception():
         warnings.warn(f"{self.path}: the state {state!r} of the run could not be written yet: {error}", RuntimeWarning, stacklevel=2)
 
-
+# %% ../../nbs/run/14_writer.ipynb #027a282b
 @patch
 def set_meta(self:RunWriter, **values): "Store named values that describe the run."; return self.store.set_meta(**values)
 
-
+# %% ../../nbs/run/14_writer.ipynb #4cbbe118
 @patch
 def close(self:RunWriter):
     "Write what is waiting, and let go of the directory; harmless when repeated."

@@ -49,7 +49,7 @@ def _look_up(self:DeviceDecisions):
         self.offset = torch.zeros(1, dtype=torch.long, device=self.device)
     return self.table.index_select(1, self.offset).flatten().unbind()
 
-
+# %% ../../nbs/step/06_device.ipynb #9e724cfc
 @patch
 def set_lr(self:DeviceDecisions, t):
     "Copy the learning rate into the optimizer's groups."
@@ -78,7 +78,7 @@ def _clip(self:DeviceDecisions, t, grads, loss):
     t.clip = (limit / (t.grad_norm + 1e-6)).clamp(max=1.0) if bounded else one
     torch._foreach_mul_(grads, torch.where(torch.isfinite(t.clip), t.clip, one))
 
-
+# %% ../../nbs/step/06_device.ipynb #f8eb23a0
 @patch
 def _found(self:DeviceDecisions, t, loss):
     "(1 where the step is skipped, 1 where a lower loss scale would help), on the device."
@@ -109,7 +109,7 @@ def finish(self:DeviceDecisions, t, expected):
     s.buffers.restore_where(t.found)
     t.phase = "after"
 
-
+# %% ../../nbs/step/06_device.ipynb #b19a866a
 @patch
 def _rescale(self:DeviceDecisions, scaler, scale, overflow, found):
     if scaler is self.unit: scaler.update(1.0); return
@@ -117,7 +117,7 @@ def _rescale(self:DeviceDecisions, scaler, scale, overflow, found):
     now = scaler._get_scale_async()
     now.copy_(torch.where(overflow < found, scale, now)).clamp_(min=self.step.knobs.now.scale_floor)
 
-
+# %% ../../nbs/step/06_device.ipynb #7e7b9127
 @patch
 def _average(self:DeviceDecisions, found):
     "Count the step and move the averages, by nothing where it was skipped."
@@ -141,7 +141,7 @@ def book(self:DeviceDecisions, t):
     self.pending.append(t)
     return StepResult(t.iteration, s.optimizer_step, samples=t.samples, dropped=t.dropped, settled=False)
 
-
+# %% ../../nbs/step/06_device.ipynb #8fa8bacd
 @patch
 def settle(self:DeviceDecisions, force=False):
     "The results since the last call, read in one transfer when a logging interval is full."
@@ -149,7 +149,7 @@ def settle(self:DeviceDecisions, force=False):
     ready, self.ready = self.ready, []
     return ready
 
-
+# %% ../../nbs/step/06_device.ipynb #9edaf051
 @patch
 def settle_all(self:DeviceDecisions):
     "Read every value that waits on the device, and book the steps in their order."
@@ -158,7 +158,7 @@ def settle_all(self:DeviceDecisions):
     rows = iter(self.fetch([t.row for t in pending]))
     for t in pending: self.ready.append(self._booked(t, rows))
 
-
+# %% ../../nbs/step/06_device.ipynb #71a5f9dc
 @patch
 def fetch(self:DeviceDecisions,
     rows,  # 1-dimensional tensors on the device
@@ -175,7 +175,7 @@ def _read(t, values):
         if torch.is_tensor(getattr(t, name)): setattr(t, name, next(values))
     return [next(values) for _ in range(sum(t.masks))]
 
-
+# %% ../../nbs/step/06_device.ipynb #9a9be3c7
 @patch
 def _booked(self:DeviceDecisions, t, values):
     mask = _read(t, values)
@@ -186,7 +186,7 @@ def _booked(self:DeviceDecisions, t, values):
         t.why = f"the gradient or its norm is not finite; {cause(loss, t.scale, precision)}"
     return self.step.booked(t)
 
-
+# %% ../../nbs/step/06_device.ipynb #3ce3a4c6
 @patch
 def _note(self:DeviceDecisions, t, cases):
     floor = self.step.knobs.now.scale_floor

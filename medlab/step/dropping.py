@@ -42,7 +42,7 @@ class Dropping:
         self.step, self.second_look = step, SecondLook(look)
         self.least = 1  # samples in a forward pass, as far as is known; more where a normalization over the batch has failed with fewer
 
-
+# %% ../../nbs/step/04_dropping.ipynb #3010dbd7
 @patch
 def _note(self:Dropping, t, i, batch, out, bad):
     t.dropped += len(bad)

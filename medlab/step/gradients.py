@@ -31,7 +31,7 @@ def _counted(name, g, bad):
     nan = int(torch.isnan(g).sum())
     return f"gradient of {name!r} holds {bad} non-finite of {g.numel()} values ({nan} NaN, {bad - nan} Inf)"
 
-
+# %% ../../nbs/step/02_gradients.ipynb #71c7e1ed
 def exact_norm(
     named,  # iterable of (name, gradient)
 ) -> tuple:  # (norm in float64, None), or (NaN, sentence that names the first bad gradient and counts)
@@ -99,7 +99,7 @@ def guilty(
     at_fault = bad_samples(batch.tensors)
     return [b for b in bad if b in at_fault] or bad
 
-
+# %% ../../nbs/step/02_gradients.ipynb #ec9e1484
 def blame(
     batch:Batch,
     bad:list,  # indices of the samples whose loss is not finite
@@ -116,7 +116,7 @@ def describe_groups(
     "The parameter groups of an optimizer in words."
     return ", ".join(f"group {i} with {len(g['params'])} tensors" for i, g in enumerate(optimizer.param_groups))
 
-
+# %% ../../nbs/step/02_gradients.ipynb #8e60ecac
 def no_gradient(
     optimizer:torch.optim.Optimizer,  # whose groups are named
 ) -> str:
@@ -124,7 +124,7 @@ def no_gradient(
     return (f"no parameter received a gradient ({describe_groups(optimizer)}): the loss does not depend on the model; "
         "check losses() for detach, no_grad or constants")
 
-
+# %% ../../nbs/step/02_gradients.ipynb #2ab7a90c
 def without_gradient(
     named:list,  # (name, parameter) that the optimizer trains, after a backward pass
     optimizer:torch.optim.Optimizer,

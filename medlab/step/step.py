@@ -36,7 +36,7 @@ def autocast(
     if precision == "fp32": return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
 
-
+# %% ../../nbs/step/05_step.ipynb #004e159e
 def precision_of(
     device:torch.device,
 ) -> str:  # "fp32", "bf16" or "fp16"
@@ -84,9 +84,11 @@ def watch(self:Step):
     self.share, self.probing, self.observed = None, False, None
     self.given_lr, self.saw_foreign_lr = None, False  # what the optimizer was given last; whether another value was seen
 
-
+# %% ../../nbs/step/05_step.ipynb #cd3615bd
 @patch(as_prop=True)
 def iteration(self:Step) -> int: "Number of the step that is being made, or was made last."; return self.transaction.iteration
+
+
 @patch(as_prop=True)
 def phase(self:Step) -> str: "What the step is doing, see `Transaction`."; return self.transaction.phase
 
@@ -133,7 +135,7 @@ def forward(self:Step,
     if not self.audited: check_losses(out, batch.size)
     return {k: v.float() for k, v in out.items()}
 
-
+# %% ../../nbs/step/05_step.ipynb #235099a7
 @patch
 def losses_of(self:Step, t, i, batch) -> dict:
     "The losses of a micro-batch; None where a normalization over the batch has too few samples."
@@ -159,7 +161,7 @@ def _micro(self:Step, t, i, batch, expected):
     t.backward_time += time.perf_counter() - middle
     return batch.size
 
-
+# %% ../../nbs/step/05_step.ipynb #60cf1ca4
 @patch
 def _backward(self:Step, t, loss, expected):
     scaler = self.decisions.scaler
@@ -187,13 +189,13 @@ def _skip_empty(self:Step, t):
     self.buffers.restore()
     t.phase, t.lr, t.why = "after", None, "no good sample was left in the batch"
 
-
+# %% ../../nbs/step/05_step.ipynb #a65a885b
 @patch
 def _skip_detached(self:Step, t):
     self.buffers.restore()
     t.phase, t.detached, t.grad_norm, t.why = "after", True, 0.0, no_gradient(self.optimizer)
 
-
+# %% ../../nbs/step/05_step.ipynb #b99041b3
 @patch
 def _audit(self:Step, t):
     "In the first step: name parameters that received no gradient."
@@ -212,7 +214,7 @@ def booked(self:Step, t) -> StepResult:
     return StepResult(t.iteration, self.optimizer_step, self.consecutive_skips, t.why is not None, terms, t.lr, t.grad_norm, t.clip,
         t.scale, t.samples, t.dropped, tuple(t.notices), t.detached, t.forward_time, t.backward_time, t.update_time, t.ended)
 
-
+# %% ../../nbs/step/05_step.ipynb #2924b643
 @patch
 def _note_skip(self:Step, t):
     if t.detached and not self.consecutive_skips: t.notice("no_gradient", t.why, "error")
@@ -235,7 +237,7 @@ def undo(self:Step) -> bool:
     self.decisions.settle_all()
     return t.phase != "optimizer" or untouched(self.optimizer, self.optimizer_step)
 
-
+# %% ../../nbs/step/05_step.ipynb #0e033ceb
 @patch
 def settle(self:Step, force=False) -> list:
     "Results whose values the host has read since the last call: at once on the CPU, once per logging interval, or when forced, on a GPU."
@@ -248,14 +250,14 @@ def averaged(self:Step) -> EMA:
     if self.ema is None: self.ema = EMA(self.model)
     return self.ema
 
-
+# %% ../../nbs/step/05_step.ipynb #97209bc9
 @patch
 def state_dict(self:Step) -> dict:
     "Counters, loss scaler, averaged weights, and the system's averages."
     return dict(optimizer_step=self.optimizer_step, consecutive_skips=self.consecutive_skips, audited=self.audited,
         scaler=self.scaler.state_dict(), ema=self.ema.shadow if self.ema else None, system=self.system.state_dict())
 
-
+# %% ../../nbs/step/05_step.ipynb #7c5b6800
 @patch
 def load_state_dict(self:Step, state):
     "Take up a state. Raises `UserError` where a frozen network is not the one of the run."
@@ -277,7 +279,7 @@ def bindings(self:Step) -> dict:
         precision=KnobBinding(read=lambda: self.observed),
         ema=KnobBinding(lambda value, source: self._drop_ema() if value is None else None, at_start=False))
 
-
+# %% ../../nbs/step/05_step.ipynb #56563520
 @patch
 def _read_lr(self:Step):
     group = self.optimizer.param_groups[0]  # another dictionary after a state was loaded
@@ -286,6 +288,8 @@ def _read_lr(self:Step):
 
 @patch
 def _drop_ema(self:Step): self.ema = None
+
+# %% ../../nbs/step/05_step.ipynb #ddc5457b
 @patch
 def probe(self:Step, on:bool): "Note the precision in force from the next forward pass on, or no longer."; self.probing = on
 
@@ -377,7 +381,7 @@ def finish(self:HostDecisions, t, expected):
     self._optimize(t, scaler)
     if t.why: t.why = f"{t.why}; {cause(loss, t.scale, s.knobs.now.precision)}"
 
-
+# %% ../../nbs/step/05_step.ipynb #ba200699
 @patch
 def _optimize(self:HostDecisions, t, scaler):
     s, t.phase = self.step, "optimizer"
@@ -388,7 +392,7 @@ def _optimize(self:HostDecisions, t, scaler):
     else: s.buffers.restore()
     t.phase = "after"
 
-
+# %% ../../nbs/step/05_step.ipynb #0625f978
 @patch
 def _average(self:HostDecisions):
     "Move the averages, of which each has a momentum of its own."
@@ -403,13 +407,13 @@ def book(self:HostDecisions, t):
     self.ready.append(result := self.step.booked(t))
     return result
 
-
+# %% ../../nbs/step/05_step.ipynb #1ee23746
 @patch
 def settle(self:HostDecisions, force=False):
     "The results since the last call."
     ready, self.ready = self.ready, []
     return ready
 
-
+# %% ../../nbs/step/05_step.ipynb #5823628d
 @patch
 def settle_all(self:HostDecisions): "Read what waits on the device; here nothing does."

@@ -24,7 +24,7 @@ def set_weight_decay(
     for g in optimizer.param_groups:
         if "weight_decay" in g: g["weight_decay"] = value * g.get("decay_scale", 1.0)
 
-
+# %% ../../nbs/train/06_bindings.ipynb #f14cfd47
 def read_weight_decay(
     optimizer:torch.optim.Optimizer,
 ) -> float:

@@ -18,7 +18,7 @@ from .worker import PATIENCE
 # %% ../../nbs/train/05_loop.ipynb #f503136e
 class Halted(BaseException): "A stop was asked for while no batch came."
 
-
+# %% ../../nbs/train/05_loop.ipynb #bf04354e
 class Loop:
     "Makes steps, calls the listeners, and carries out what they ask for."
 
@@ -36,7 +36,7 @@ class Loop:
         self.listeners, self.actions, self.between, self.go_back = listeners, actions, between, go_back
         self.lock, self.waiting = threading.RLock(), {}  # held while weights move; iteration → batch
 
-
+# %% ../../nbs/train/05_loop.ipynb #bfc9963c
 @patch
 def one(self:Loop) -> bool:
     "Make one step; False where the run went back to a checkpoint instead."
@@ -53,7 +53,7 @@ def one(self:Loop) -> bool:
     self.deliver(self.step.settle(force=self.between.verifying))
     return True
 
-
+# %% ../../nbs/train/05_loop.ipynb #906e5efe
 @patch
 def deliver(self:Loop, results):
     "Show results to every listener, and carry out what they ask for."
@@ -63,7 +63,7 @@ def deliver(self:Loop, results):
             for listener in self.listeners: actions += listener.after_step(result, batch) or ()
             if actions: self.actions.carry_out(actions)
 
-
+# %% ../../nbs/train/05_loop.ipynb #45778f1c
 @patch
 def flush(self:Loop): "Read and deliver every step made so far."; self.deliver(self.step.settle(force=True))
 
@@ -79,7 +79,7 @@ def run(self:Loop, upkeep):
             raise
         if made: upkeep()
 
-
+# %% ../../nbs/train/05_loop.ipynb #a3897d83
 @patch
 def abandon(self:Loop, samples_seen):
     "Take back the step that raised."
@@ -109,7 +109,7 @@ class Between:
     @property
     def verifying(self) -> bool: "Whether a change of knobs is to be read back."; return bool(self.controls.open)
 
-
+# %% ../../nbs/train/05_loop.ipynb #24236d16
 @patch
 def __call__(self:Between) -> bool:
     "Do what was asked for; whether to go on."
@@ -131,7 +131,7 @@ def apply_due(self:Between,
     self.flush()
     for change in due: self.controls.apply(change, self.progress.iteration + 1)
 
-
+# %% ../../nbs/train/05_loop.ipynb #5fcc55e6
 @patch
 def obey(self:Between):
     "Carry out commands; what one refuses is an event."
@@ -142,14 +142,14 @@ def obey(self:Between):
         try: self.commands[name](**data)
         except (ValueError, TypeError) as e: self.writer.event("command", f"{name} was refused: {e}", "warning")
 
-
+# %% ../../nbs/train/05_loop.ipynb #566e6b48
 @patch
 def note(self:Between, name):
     "Leave an event of what this process asked for itself."
     if name not in self.heard: self.writer.event("command", name)
     self.heard.clear()
 
-
+# %% ../../nbs/train/05_loop.ipynb #7bf13d39
 @patch
 def _pause(self:Between):
     self.flush()

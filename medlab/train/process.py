@@ -31,7 +31,7 @@ def _environment(trust):
     if not trust: return dict(os.environ)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
 
-
+# %% ../../nbs/train/08_process.ipynb #72552ca2
 def _spawn(path, job, trust):
     "The process, which leaves no zombie."
     with open(path / "process.log", "ab") as log:

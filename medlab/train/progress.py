@@ -25,7 +25,7 @@ class Progress:
     def state_dict(self) -> dict: "What a checkpoint holds of it."; return dict(iteration=self.iteration)
     def load_state_dict(self, state): "Take up a state."; self.iteration = state["iteration"]
 
-
+# %% ../../nbs/train/00_progress.ipynb #e3b4b153
 def last_step(
     iteration:int,  # steps made
     steps,  # so many more; None: see `until`

@@ -40,9 +40,11 @@ class Saver:
         self.unsaved, self.missed = None, False  # the state that training ended in, where its end could not be saved; whether the last save failed
         self.segments = []  # called when a segment begins
 
-
+# %% ../../nbs/train/07_saving.ipynb #05f7e04d
 @patch(as_prop=True)
 def iteration(self:Saver) -> int: "Steps made."; return self.loop.progress.iteration
+
+
 @patch(as_prop=True)
 def kept(self:Saver) -> list: "Iterations of the kept checkpoints, on every replica those that all of them keep."; return self.loop.step.replicas.common([c["step"] for c in self.writer.run.checkpoints()])
 
@@ -63,7 +65,7 @@ def save(self:Saver) -> Path:  # None where it could not be written, and trainin
     if self.unsaved and self.worker.ident is None: self.unsaved = self.writer.set_state(self.unsaved)
     return file
 
-
+# %% ../../nbs/train/07_saving.ipynb #3eb6c179
 @patch
 def save_end(self:Saver,
     state:str,  # that training ended in
@@ -79,7 +81,7 @@ def save_end(self:Saver,
     raise NotSaved(f"training ended at step {self.iteration}, which could not be saved; {newest}. As long as this process lives "
         "the weights are in memory: make room, then save()")
 
-
+# %% ../../nbs/train/07_saving.ipynb #234d9f7d
 @patch
 def rescue(self:Saver, error):
     "After a failed training: save what was learned before, where the weights are whole and finite."
@@ -105,7 +107,7 @@ def _row(self:Saver, step):
         raise UserError(f"no checkpoint of step {step} is kept; {which}")
     return row
 
-
+# %% ../../nbs/train/07_saving.ipynb #9eb9d71e
 @patch
 def restore(self:Saver,
     step:int=None,  # of a kept checkpoint; None: the newest
@@ -124,7 +126,7 @@ def restore(self:Saver,
     self.writer.event("restore", f"went back from step {left} to the checkpoint of step {self.iteration}", "warning")
     self.save()  # the newest checkpoint is where the run stands
 
-
+# %% ../../nbs/train/07_saving.ipynb #912e8051
 @patch
 def _seek(self:Saver, samples_seen=None):
     batches = self.loop.batches
@@ -140,7 +142,7 @@ def differing(
     now = json.loads(json.dumps(recipe.config()))
     return {k: [v, now.get(k)] for k, v in stored.items() if v != now.get(k)}
 
-
+# %% ../../nbs/train/07_saving.ipynb #38511f46
 def ask_again(
     ask,  # function (source, at, **knobs)
     records,  # of `ChangeRecord`

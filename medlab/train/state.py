@@ -33,7 +33,7 @@ def torch_device(
     "A device that can be computed on; raises `UserError` for another."
     return usable_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), compute=True)
 
-
+# %% ../../nbs/train/03_state.ipynb #6eb5690d
 def build_system(
     recipe:Recipe,
     device:torch.device,
@@ -43,7 +43,7 @@ def build_system(
         torch.manual_seed(derive_seed(recipe.seed, "model"))
         return recipe.build_system().to(device)
 
-
+# %% ../../nbs/train/03_state.ipynb #6b7e7b75
 def build_optimizer(
     recipe:Recipe,
     model:nn.Module,
@@ -101,7 +101,7 @@ class OptimizerState:
             f"{', '.join(sorted(theirs))}, and not {', '.join(sorted({*own} - {*theirs})) or 'others'}; take the optimizer that "
             "the run began with")
 
-
+# %% ../../nbs/train/03_state.ipynb #0c59657f
 class KnobState:
     "The knobs as a part."
 
@@ -111,6 +111,8 @@ class KnobState:
 
 # %% ../../nbs/train/03_state.ipynb #55c4b43d
 FORMAT = 2
+
+
 LEARNED = ("quarantine", "escalation")  # parts that a rollback leaves as they are
 
 
@@ -123,13 +125,13 @@ class RunState:
     ):
         self.seed, self.parts = seed, parts
 
-
+# %% ../../nbs/train/03_state.ipynb #07080bc8
 @patch
 def state_dict(self:RunState) -> dict:
     "What a checkpoint holds."
     return dict(format=FORMAT, seed=self.seed) | {name: part.state_dict() for name, part in self.parts.items()}
 
-
+# %% ../../nbs/train/03_state.ipynb #bb46cccc
 @patch
 def load_state_dict(self:RunState,
     state:dict,  # of a checkpoint, also of an older format
@@ -156,7 +158,7 @@ def _quarantine(feed, guards):
     return dict(samples=dict(marks=marks, out=[[k, v] for k, v in out.items()], forced=forced),
         cases=dict(marks=cases, out=[[k, v] for k, v in guards["out"].items()], forced=[]))
 
-
+# %% ../../nbs/train/03_state.ipynb #f6a853e9
 def upgraded(
     state:dict,  # of a checkpoint
 ) -> dict:  # in today's format
@@ -192,7 +194,7 @@ def recipe_of(
         raise UserError(f"the run's recipe {name} is not one of medlab's; build it and use Trainer(recipe, run, resume=True)")
     return getattr(importlib.import_module(module), name)(**config)
 
-
+# %% ../../nbs/train/03_state.ipynb #72a42c48
 def load_model(
     path,  # run directory
     device="cpu",

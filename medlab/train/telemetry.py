@@ -71,13 +71,13 @@ def after_step(self:Telemetry, result, batch):
     self._clock(result, batch)
     if self.bar.wants(result.iteration): self._draw(result, batch)
 
-
+# %% ../../nbs/train/02_telemetry.ipynb #5e902722
 @patch
 def _fault(self:Telemetry, iteration, f):
     left = " was left out" if f.kind == "bad_sample" else ""
     self.writer.event(f.kind, f"step {iteration}: {f.case}{left}: {f.reason}", "warning", iteration, case=f.case)
 
-
+# %% ../../nbs/train/02_telemetry.ipynb #dc0bc2d9
 @patch
 def _draw(self:Telemetry, r, batch):
     label = batch.micro_batches[-1].get("target") if batch.micro_batches else None  # what is made, where the recipe names it

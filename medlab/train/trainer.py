@@ -100,7 +100,7 @@ def _prepare(self:Trainer,
     if "activation_checkpointing" not in given: self.knobs.activation_checkpointing = read_checkpointing(self.model)
     bring_in(self.knobs, self.bindings)
 
-
+# %% ../../nbs/train/09_trainer.ipynb #d5b57d4b
 @patch
 def _report(self:Trainer, *args, **data): "Write an event."; return self.writer.event(*args, **data)
 
@@ -120,7 +120,7 @@ def _assemble(self:Trainer, stored, knobs):
     for n in set_up_notices(self.info): self.writer.notice(n)
     self.batches.seek(self.batches.samples_seen)
 
-
+# %% ../../nbs/train/09_trainer.ipynb #297f00f1
 @patch
 def _introduce(self:Trainer):
     "Describe a new run."
@@ -128,7 +128,7 @@ def _introduce(self:Trainer):
     self.writer.set_meta(created=time.time(), data=self.info, knobs=self.knobs.values(),
         recipe=[type(r).__module__, type(r).__name__, r.config()])
 
-
+# %% ../../nbs/train/09_trainer.ipynb #67c35a6b
 def set_up_notices(
     info:dict,  # of `Recipe.setup`
 ) -> list:  # of `Notice`
@@ -145,14 +145,14 @@ def _make_step(self:Trainer):
     self.manager = MemoryManager(self.device, log=lambda text: self._report("memory", f"step {self.iteration}: {text}"))
     self.retry = OOMRetry(self.step, self.memory, self.knobs, self._resize, self._report, self.recipe.batch_size, self.manager.above_target)
 
-
+# %% ../../nbs/train/09_trainer.ipynb #32855a4d
 @patch
 def _resize(self:Trainer, size, iteration):
     "Set the knob `micro_batch` now."
     self.set(source="oom", at=iteration, micro_batch=size)
     self.loop.between.apply_due(iteration)
 
-
+# %% ../../nbs/train/09_trainer.ipynb #4e52735f
 @patch
 def _make_controls(self:Trainer):
     "Knobs, their owners, and who may ask for a change."
@@ -189,7 +189,7 @@ def _make_loop(self:Trainer):
     self.saver = Saver(self.state, self.writer, self.loop, self.worker, self.recipe, self.knobs, self.device, self.threads)
     self.saver.segments += [self.telemetry.new_segment, self.loss_scale.reset]
 
-
+# %% ../../nbs/train/09_trainer.ipynb #fd56cc4d
 @patch
 def _recover(self:Trainer, iteration, torn):
     kept = self.saver.kept
@@ -223,7 +223,7 @@ def set(self:Trainer,
     "Ask for a change of knobs; it is applied between two steps."
     return self.mailbox.ask(source, at, **knobs)
 
-
+# %% ../../nbs/train/09_trainer.ipynb #764401ae
 @patch
 def replay(self:Trainer,
     run,  # run directory whose changes are to be repeated at the steps at which they were applied
@@ -245,7 +245,7 @@ def fit(self:Trainer,
         self.worker.run(lambda: self._train(progress))
     return self
 
-
+# %% ../../nbs/train/09_trainer.ipynb #cdd91424
 @patch
 def start(self:Trainer,
     steps:int=None, until:int=None,  # as in `fit`; neither: until `stop`
@@ -258,7 +258,7 @@ def start(self:Trainer,
     start_worker(self.worker, lambda: self._train(False))
     return self
 
-
+# %% ../../nbs/train/09_trainer.ipynb #218e151f
 @patch
 def _hand_over(self:Trainer, until):
     "Save, let go of the run directory, and go on in another process; raises `UserError` before anything is closed where that is not possible."
@@ -286,12 +286,16 @@ def _claim(self:Trainer, steps, until):
 # %% ../../nbs/train/09_trainer.ipynb #1a41de00
 @patch
 def pause(self:Trainer): "Pause before the next step."; self.worker.pause()
+
+
 @patch
 def resume(self:Trainer): "Go on after a pause."; self.worker.resume()
+
+
 @patch
 def stop(self:Trainer): "Stop before the next step, and save."; self.worker.stop()
 
-
+# %% ../../nbs/train/09_trainer.ipynb #e481742f
 @patch
 def wait(self:Trainer,
     timeout:float=None,  # seconds; None: as long as it takes
@@ -321,7 +325,7 @@ def _train(self:Trainer, show):
         self.writer.set_state(state)
         self.writer.store.flush()
 
-
+# %% ../../nbs/train/09_trainer.ipynb #ec5b4ff4
 @patch
 def _steps(self:Trainer):
     p, first, taken = self.progress, self.iteration, self.step.optimizer_step
@@ -348,7 +352,7 @@ def _catch_up(self:Trainer):
         raise UserError("a step was interrupted within the optimizer, and no checkpoint was written yet; start anew in another directory")
     self.restore()
 
-
+# %% ../../nbs/train/09_trainer.ipynb #faf5f0a7
 @patch
 def _upkeep(self:Trainer):
     "After a step: validate and save where that is due."
@@ -363,7 +367,7 @@ def snapshot(self:Trainer) -> torch.nn.Module:
     with self.loop.lock, (self.step.ema.applied(self.model) if self.step.ema else contextlib.nullcontext()):
         return copy.deepcopy(self.model).eval()
 
-
+# %% ../../nbs/train/09_trainer.ipynb #3777fa76
 @patch
 def _outside(self:Trainer, call, where, retries, options):
     "(what `call` returned, None), or (None, why it could not)."
@@ -371,7 +375,7 @@ def _outside(self:Trainer, call, where, retries, options):
     with torch.no_grad():
         return run_with_oom_retry(call, where, retries, options, self.memory, self._report, "tile" in self.recipe.predict_options, side)
 
-
+# %% ../../nbs/train/09_trainer.ipynb #5a36fd4b
 @patch
 def _validate(self:Trainer):
     self.loop.flush()
@@ -389,7 +393,7 @@ def predict(self:Trainer,
     "Predict one case with the model as it is now, also while it trains. Raises `UserError` where memory runs out, in smaller tiles too."
     return self._answer(lambda **kw: self.recipe.predict(self.snapshot(), case, **kw), options)
 
-
+# %% ../../nbs/train/09_trainer.ipynb #5fd33d85
 @patch
 def evaluate(self:Trainer,
     cases=None,  # how many or which; None: all held-out ones
@@ -398,7 +402,7 @@ def evaluate(self:Trainer,
     "Metrics on held-out cases, with baselines beside them."
     return self._answer(lambda **kw: self.recipe.evaluate(self.snapshot(), cases, **kw), options)
 
-
+# %% ../../nbs/train/09_trainer.ipynb #497899ac
 @patch
 def _answer(self:Trainer, call, options):
     result, why = self._outside(call, "prediction", self.knobs.predict_retries, options)
@@ -411,7 +415,7 @@ def save(self:Trainer) -> Path:  # None where it could not be written, and train
     "Write a checkpoint now, between two steps. Raises `NotSaved` where it cannot be written and nothing trains."
     return self.saver.save()
 
-
+# %% ../../nbs/train/09_trainer.ipynb #30e9466e
 @patch
 def restore(self:Trainer,
     step:int=None,  # of a kept checkpoint; None: the newest
@@ -421,7 +425,7 @@ def restore(self:Trainer,
     if not self.worker.elsewhere: return self.saver.restore(step, samples_seen)
     self.mailbox.commands.append(("restore", dict(step=step) | ({} if samples_seen is None else dict(samples_seen=samples_seen))))
 
-
+# %% ../../nbs/train/09_trainer.ipynb #a343b57d
 @patch
 def close(self:Trainer):
     "Stop, write everything and let go of the run directory."

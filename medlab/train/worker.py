@@ -74,7 +74,7 @@ def _kept(worker, train):
     try: worker.run(train)
     except BaseException as e: worker.error = e
 
-
+# %% ../../nbs/train/01_worker.ipynb #add816e9
 def start_worker(
     worker:Worker,  # claimed
     train,  # function without arguments
@@ -83,7 +83,7 @@ def start_worker(
     worker.thread = threading.Thread(target=_kept, args=(worker, train), name="medlab-trainer", daemon=True)
     worker.thread.start()
 
-
+# %% ../../nbs/train/01_worker.ipynb #f193c165
 def wait_for(
     worker:Worker,
     timeout:float=None,  # s; None: as long as it takes
@@ -95,7 +95,7 @@ def wait_for(
     error, worker.error = worker.error, None
     if error: raise error
 
-
+# %% ../../nbs/train/01_worker.ipynb #a5ecaaf0
 def idle(
     worker:Worker,
     where=lambda: "",  # the step that is being made
