@@ -27,7 +27,7 @@ def _splat(points, weights):
         np.add.at(kernel, tuple(at.T), share)
     return kernel / kernel.sum()
 
-
+# %% ../../nbs/data/07_blur.ipynb #e4e6c858
 def _trail(step):
     "The kernel of a straight move by `step`, a displacement in voxels along each axis."
     step = np.asarray(step, float)
@@ -50,7 +50,7 @@ def _extent(name, value):
     if np.isscalar(value) and 0 <= value < math.inf: return float(value)
     raise UserError(f"{name}={value!r} must be a finite number of voxels ≥ 0; 0 turns it off")
 
-
+# %% ../../nbs/data/07_blur.ipynb #39acae1a
 def motion_kernel(
     length:float,  # of the trail, voxels, ≥ 0; 0: no motion
     angle=0.0,  # from x towards y, degrees; 3D: or (angle, elevation towards z)
@@ -71,7 +71,7 @@ def _disc(dims, n):
     distance = np.sqrt(sum(g**2 for g in np.meshgrid(*[q] * dims, indexing="ij", sparse=True)))
     return q, np.clip((1 - distance) * n + 0.5, 0, 1)
 
-
+# %% ../../nbs/data/07_blur.ipynb #bf9f8d77
 def _ball(radii):
     "The kernel of an ellipse or ellipsoid with half-axes `radii`, in voxels."
     radii = np.asarray(radii, float)
@@ -98,7 +98,7 @@ def _mirror(indices, n):
     i = np.asarray(indices) % (2 * n)
     return np.minimum(i, 2 * n - 1 - i)
 
-
+# %% ../../nbs/data/07_blur.ipynb #4b88c82b
 def take(
     image:np.ndarray,  # (y, x) or (z, y, x)
     box,  # (start, stop) per axis, voxels; negative is before the first one
@@ -131,7 +131,7 @@ def _convolutions(kernels, image, reach, shape):
         if spectrum is None: spectrum = rfftn(image, size)
         yield irfftn(spectrum * rfftn(kernel.astype(np.float32), size), size)[part]
 
-
+# %% ../../nbs/data/07_blur.ipynb #98aeaebd
 def _blend(stage, window, box):
     "The blurred box; the window is the box grown by the stage's reach."
     low, high = float(window.min()), float(window.max())
@@ -208,7 +208,7 @@ def _focus(rng, depth):
     raise UserError(f"none of the {depth.size:,} depths is positive and finite; give a depth map with known values, "
                     "or leave it out")
 
-
+# %% ../../nbs/data/07_blur.ipynb #1f79ba79
 def _confusion(rng, depth, strength, zoom):
     "The stage of defocus by depth; raises `UserError` where no depth is known and finite."
     focus, levels = _focus(rng, depth), max(1, math.ceil(strength / 2))
@@ -231,7 +231,7 @@ def _stages(shape, seed, kind, strength, depth, zoom):
     moved = [varied(["motion"] * 4)] if kind == "mixed" else []
     return [*moved, _confusion(rng, depth, strength, zoom)]
 
-
+# %% ../../nbs/data/07_blur.ipynb #b49c0784
 def _image(image):
     "The image as float32, or `UserError`."
     if image.ndim not in (2, 3): raise UserError(f"the image has shape {image.shape}; (y, x) or (z, y, x) is needed")
@@ -331,7 +331,7 @@ def _units(self:Degradation, bright):
     if self.noise == "none": return 0
     return self.level**2 * bright if self.noise == "poisson" else self.level * bright
 
-
+# %% ../../nbs/data/07_blur.ipynb #4441eaef
 @patch
 def brightness(self:Degradation,
     image:np.ndarray,  # a whole sharp image
