@@ -87,7 +87,7 @@ class CaseFault(UserError):
     "A case that cannot be used; the trainer drops and counts it."
 
     def __init__(self,
-        case:str,  # name of the case; or, with no reason, a text that holds such a message (as a DataLoader's worker makes it)
+        case:str,  # name of the case; or, with no reason, a text with such a message, as a DataLoader's worker makes it
         reason:str=None,  # why; None: both are read from the text
     ):
         if reason is None: case, reason = _case_and_reason(case)

@@ -51,7 +51,7 @@ def phantom_name(
     "The name of a synthetic case."
     return f"phantom-{seed:04}" if seed < 10_000 else f"phantom-{seed % 16**8:08x}"
 
-
+# %% ../../nbs/data/04_cases.ipynb #789a2f29
 class PhantomCase:
     "A synthetic brain as a case."
 
@@ -97,7 +97,7 @@ def _matches(folder, names):
         raise UserError(f"{path} matches the patterns of {both}; make them exclusive, such as '*_T1.nii.gz'")
     return found
 
-
+# %% ../../nbs/data/04_cases.ipynb #df2ad635
 def _star(pattern, path):
     "What the wildcards of a pattern stand for in a path, without separators at its ends."
     m = re.match(re.escape(pattern).replace(r"\*", "(.*)").replace(r"\?", "(.)") + "$", path)
@@ -133,7 +133,7 @@ def _folders(root):
         below[:] = sorted(d for d in below if not d.startswith("."))
         yield Path(folder), [Path(folder) / f for f in sorted(files) if not f.startswith(".")]
 
-
+# %% ../../nbs/data/04_cases.ipynb #951ed4d3
 def _gather(folder, matches, order):
     "The cases of one folder."
     groups = {}
@@ -154,7 +154,7 @@ def _rename_doubles(cases, folders):
 _LOOKED = ("CASE-{t1n,t1c,t2w,t2f}.nii.gz, CASE_{t1,t1ce,t2,flair}.nii.gz or {t1,t1c,t2,flair}.nii.gz, "
            "each also .nii")
 
-
+# %% ../../nbs/data/04_cases.ipynb #70a6712c
 def _none_found(root, names, seen):
     "The error for a folder without a case."
     looked = ", ".join(names.values()) if names else _LOOKED
@@ -169,7 +169,7 @@ def _cases_in(folder, files, only, names):
     matches = _by_pattern(folder, names) if names else _by_token(files)
     return [*_gather(folder, [m for m in matches if only is None or m[2] == only], names or BRATS)]
 
-
+# %% ../../nbs/data/04_cases.ipynb #57663c93
 def find_cases(
     root,  # a folder of case folders, one case's folder, a flat folder of many cases, or one file
     names:dict=None,  # modality → file pattern; None: the names of BraTS, old and new
@@ -244,7 +244,7 @@ def _read_sound(check, modality):
         return volume
     except UserError as e: check.fail(e, modality)
 
-
+# %% ../../nbs/data/04_cases.ipynb #2cda13eb
 def _compare(check, first, volume, resample):
     "Add a finding where two volumes of a case lie on different grids."
     differ = same_grid(first, volume)
@@ -253,7 +253,7 @@ def _compare(check, first, volume, resample):
               "for resampling")
     check.add("", f"{differ}; {remedy}", fatal=not resample)
 
-
+# %% ../../nbs/data/04_cases.ipynb #d4e9b75e
 def _read_through(check, resample):
     "Read every modality of a case; the first sound volume, or None."
     first = None
@@ -303,7 +303,7 @@ def inspect_cases(
     with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
         return list(tqdm(pool.map(lambda c: inspect_case(c, resample, **kw), cases), **bar))
 
-
+# %% ../../nbs/data/04_cases.ipynb #e2b8d408
 def sort_cases(cases, resample=False, **kw) -> tuple:
     "(sound cases, [(case, reason), …]); options as in `inspect_cases`."
     checks = inspect_cases(cases, resample, **kw)
@@ -321,7 +321,7 @@ def _row(check):
     finding = f"quarantine: {check.reason}" if check.reason else "; ".join(["ok", *map(str, check.findings)])
     return check.case.name, " ".join(check.case.modalities), size, spacing, ranges, finding
 
-
+# %% ../../nbs/data/04_cases.ipynb #ed7aedd0
 def _markdown(rows):
     "Rows under `_COLUMNS` as the lines of a Markdown table."
     rows = [_COLUMNS, *([cell.replace("|", "\\|").replace("\n", " ") for cell in r] for r in rows)]

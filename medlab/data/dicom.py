@@ -82,7 +82,7 @@ def _series_line(uid, group):
     name = h.get("SeriesDescription") or "no description"
     return f"  {h.get('SeriesNumber')}: {name}, {h.get('Modality')}, {n} file{'s' * (n > 1)}, UID {uid or 'empty'}"
 
-
+# %% ../../nbs/data/01_dicom.ipynb #883d790a
 def _series_error(path, groups, series, fits):
     "The error for a folder of which no single series is meant."
     uid, group = next(iter(groups.items()))
@@ -196,7 +196,7 @@ def _difference(s, a):
     if not np.allclose(s.pixel, a.pixel, rtol=1e-3):
         return "PixelSpacing", s.pixel[::-1].tolist(), a.pixel[::-1].tolist()
 
-
+# %% ../../nbs/data/01_dicom.ipynb #8212a0ec
 def _refuse_mixture(path, slices):
     "Raise where slices are not all cut alike."
     a = slices[0]
@@ -286,7 +286,7 @@ def _missing(along, odd, usual):
         n = round(gap / usual)
         if abs(gap / usual - n) < 0.25: yield from (along[i] + gap * k / n for k in range(1, n))
 
-
+# %% ../../nbs/data/01_dicom.ipynb #ea93d2b8
 def _uneven_error(path, slices, along):
     "The error for slices that are not evenly spaced, with the gaps that are to blame."
     gaps = np.diff(along)
@@ -375,7 +375,7 @@ def _refuse_codec(header):
     name = syntax.name or "an unnamed transfer syntax"
     raise UserError(f"{header.filename}: its pixels are stored as {name} ({syntax}), for which {remedy}")
 
-
+# %% ../../nbs/data/01_dicom.ipynb #04c53fa0
 def _pixels(slices):
     "(index, stored pixels) of every slice; each file is opened once."
     files = {}

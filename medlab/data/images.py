@@ -54,7 +54,7 @@ def _without_alpha(path, pixels):
                         "or flatten it")
     return pixels[..., :-1]
 
-
+# %% ../../nbs/data/02_images.ipynb #dded5f03
 def _grey(path, pixels):
     "((y, x) array, notes) of pixels (y, x) or (y, x, channels)."
     if pixels.ndim == 2: return pixels, ()
@@ -74,7 +74,7 @@ def _refuse_deep_colours(path, raw):
                         "16-bit grey, "
                         "or as TIFF")
 
-
+# %% ../../nbs/data/02_images.ipynb #be77af0b
 def _by_pillow(path, raw):
     "Pixels of a PNG or JPEG."
     _refuse_deep_colours(path, raw)
@@ -114,7 +114,7 @@ def _decoded(path, raw):
         why = str(e).partition(" <")[0] or type(e).__name__
         raise UserError(f"{path}: cannot be decoded ({why}); copy it again from its source, or save it as PNG") from e
 
-
+# %% ../../nbs/data/02_images.ipynb #1fb49f9b
 def _refuse_pixels(path, pixels):
     "Raise for what is no grey or colour image of real numbers."
     kind, channels = pixels.dtype.kind in "buif", pixels.shape[2] if pixels.ndim == 3 else 1
@@ -187,7 +187,7 @@ def _png(path, data, dtype):
     Pillow.fromarray(np.clip(rounded, 0, top).astype(kind)).save(buffer := io.BytesIO(), "png")
     return buffer.getvalue()
 
-
+# %% ../../nbs/data/02_images.ipynb #01066faa
 def _tiff(data):
     "The bytes of a TIFF."
     tifffile.imwrite(buffer := io.BytesIO(), data, photometric="minisblack")
@@ -202,7 +202,7 @@ def _encoded(path, data, like):
     why = "; JPEG would change every pixel" if name.endswith((".jpg", ".jpeg")) else ""
     raise UserError(f"{path}: predictions are written as .png, .tif or .nii.gz{why}")
 
-
+# %% ../../nbs/data/02_images.ipynb #3ff3b54b
 def write_image(
     data:np.ndarray,  # (y, x), finite, in the units of `like`
     path,  # .png, .tif, .tiff, .nii or .nii.gz; missing folders are made

@@ -98,7 +98,7 @@ class Found:
 
 def _stem(path): return re.sub(r"\.nii(\.gz)?$", "", path.name, flags=re.IGNORECASE)
 
-
+# %% ../../nbs/data/11_label_files.ipynb #bd1094f3
 def _volumes(folder):
     "stem → paths of the volumes in a folder; hidden ones are left out."
     found = {}
@@ -113,7 +113,7 @@ def _channel(stem, labelled, every):
     suffixed = m and stem not in labelled and (m[1] in labelled or every)
     return (m[1], int(m[2])) if suffixed else (stem, 0)
 
-
+# %% ../../nbs/data/11_label_files.ipynb #0fc45892
 def _channels(stems, labelled):
     "case → {channel: stem}"
     cases, every = {}, all(re.search(r"_\d{4}$", s) for s in stems)
@@ -135,7 +135,7 @@ def _fault(name, channels, images, label, wanted):
         return f"the image {images[channels[0]][0].name} has no label of that name; add it or remove the file"
     return ""
 
-
+# %% ../../nbs/data/11_label_files.ipynb #37c5a6c6
 def _in_folders(images, labels):
     "The cases in a folder of images and one of masks, or None for none."
     if labels and not labels.is_dir():
@@ -176,7 +176,7 @@ def _refuse_row(path, i, row):
         raise UserError(f"{path}: entry {i} has no image; every entry needs image and label, such as "
                         "{\"image\": \"a.nii.gz\", \"label\": \"a-seg.nii.gz\"}")
 
-
+# %% ../../nbs/data/11_label_files.ipynb #1b5e41ed
 def _list_fault(images, label):
     "Why an entry of a list is no case, or an empty text."
     gone = [f"{p.parent.name}/{p.name}" for p in (*images, *([label] if label else [])) if not p.is_file()]
@@ -209,7 +209,7 @@ def _entries(path, rows):
     more = f"; and {len(texts) - 5} more" if len(texts) > 5 else ""
     raise UserError(f"{path}: {len(texts)} mistakes: {first}{more}")
 
-
+# %% ../../nbs/data/11_label_files.ipynb #5b44909e
 def _rows(path):
     "(rows, what a dataset.json holds beside them)"
     if path.suffix.lower() == ".csv":
@@ -234,7 +234,7 @@ def _label_pairs(path, labels):
             raise UserError(f"{path}: label {n!r} is {i!r}; a whole number of 0 or more is needed")
     return [(int(i), str(n)) for i, n in pairs]
 
-
+# %% ../../nbs/data/11_label_files.ipynb #2ff6a494
 def _label_names(path, meta):
     "({id: name}, id to ignore or None) as a dataset.json gives them."
     labels = meta.get("labels") if isinstance(meta, dict) else None
@@ -261,7 +261,7 @@ def _list_at(root):
     file = root / "dataset.json"
     return file if file.is_file() and (not _pair(root) or "training" in _json(file)) else None
 
-
+# %% ../../nbs/data/11_label_files.ipynb #5e097d06
 def _cases_at(root):
     "(cases, what a dataset.json holds beside them)"
     if _is_scan(root): return [LabelledCase(_stem(root), (root,))], {}

@@ -83,7 +83,7 @@ def _moved(label, first):
     reached = resample_to(replace(label, data=np.ones_like(label.data)), first, labels=True).data > 0
     return replace(moved, data=np.where(reached, moved.data, -1))
 
-
+# %% ../../nbs/data/12_labelled.ipynb #0fae724a
 def _on_one_grid(name, images, label, resample):
     "The mask on the grid of the first channel; raises `CaseFault` where channels or mask lie on another."
     first = images[0]
@@ -121,7 +121,7 @@ def _classes(mask, table):
     places = map_classes_to_indices(label[None], len(table), max_samples_per_class=PLACES)
     return torch.from_numpy(label), [np.asarray(p, np.int64) for p in places]
 
-
+# %% ../../nbs/data/12_labelled.ipynb #19262040
 def load_labelled(
     case,  # anything with name, fault and read
     table:LabelTable=None,  # of its ids; None: the mask is not wanted
@@ -149,7 +149,7 @@ def _inspect_images(check, images, intensity):
         check.ranges[v.name or "image"] = tuple(float(q) for q in np.percentile(v.data, (1, 99)))
     for note in first.notes: check.add("", note, fatal=False)
 
-
+# %% ../../nbs/data/12_labelled.ipynb #129e0564
 def _inspect_label(check, label, resample, table):
     "The ids of a mask with their voxels; raises `UserError` where there is none, or it holds what is no label."
     if label is None: raise UserError("has no label, so it can be predicted but not be learned from")
@@ -179,7 +179,7 @@ def inspect_labelled(
     except UserError as e: check.fail(e)
     return check, {}
 
-
+# %% ../../nbs/data/12_labelled.ipynb #99a89474
 def inspect_all(
     cases,  # any iterable of cases
     threads:int=0,  # 0: as many as there are cores, at most 4

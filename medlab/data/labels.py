@@ -27,7 +27,7 @@ def _bad(x):
     if low < 0: return f"holds {int(low)} ({int((x < 0).sum()):,} voxels); labels are ≥ 0"
     if high > LARGEST: return f"holds {high:g}; labels end at {LARGEST:,}: is it an image?"
 
-
+# %% ../../nbs/data/10_labels.ipynb #baad2179
 def label_ids(
     labels:np.ndarray,  # of a mask, any shape and type
 ) -> dict:  # id → voxels, in ascending order
@@ -52,7 +52,7 @@ def _refuse_ids(ids, ignore):
         ignored = "" if ignore is None else f" and {ignore}, which is ignored"
         raise UserError(f"no label but the background 0{ignored}; there is nothing to learn: are these the masks?")
 
-
+# %% ../../nbs/data/10_labels.ipynb #ef6ad2fe
 @dataclass(frozen=True)
 class LabelTable:
     "Ids of masks and the classes of a network; raises `UserError` for ids that make no table."
@@ -99,7 +99,7 @@ def _refuse_unknown(table, labels):
     ignored = "" if table.ignore is None else f", and {table.ignore} to ignore"
     raise UserError(f"holds label {first}; known are {_some(table.ids)}{ignored}")
 
-
+# %% ../../nbs/data/10_labels.ipynb #5f171128
 @patch
 def encode(self:LabelTable,
     labels:np.ndarray,  # ids

@@ -106,7 +106,7 @@ def _read_all(case, modalities, resample):
     there = ", ".join(case.modalities) or "nothing"
     raise CaseFault(case.name, f"has none of {', '.join(modalities)}; it has {there}")
 
-
+# %% ../../nbs/data/06_modalities.ipynb #237697b7
 def _channels(case, volumes, modalities, brain, clip):
     "((c, z, y, x) float32 with 0 in missing channels, modality → `Range`)"
     image, ranges = np.zeros((len(modalities), *brain.shape), np.float32), {}
@@ -168,7 +168,7 @@ def _centre(brain, g):
     where = brain.nonzero()
     return where[torch.randint(len(where), (1,), generator=g)][0]
 
-
+# %% ../../nbs/data/06_modalities.ipynb #2c6faf5b
 def _place(brain, size, seed):
     "First corner of a patch centred at a random brain voxel, kept inside the volume where it fits."
     centre = _centre(brain, generator(seed, "patch"))
@@ -236,7 +236,7 @@ def load(self:ModalityDataset,
     case = case if hasattr(case, "read") else self.cases[case]
     return load_case(case, self.modalities, self.resample, self.clip, hide)
 
-
+# %% ../../nbs/data/06_modalities.ipynb #40f81d95
 @patch
 def _prepare(self:ModalityDataset, index):
     "A case as the cache keeps it: shrunk where items are whole volumes."

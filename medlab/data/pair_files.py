@@ -107,7 +107,7 @@ def _part_files(folder, pattern):
     if not parts: return {"sharp": _files(folder, pattern)}
     return {p: _files(folder / p, pattern) for p in parts}
 
-
+# %% ../../nbs/data/08_pair_files.ipynb #8ea97708
 def _pair_fault(here, parts):
     "Why the files of one name are no pair, or an empty text; part → its paths."
     faults = [f"several {p} files of one name: {', '.join(q.name for q in f)}; keep one"
@@ -117,7 +117,7 @@ def _pair_fault(here, parts):
         faults.append(f"{'/'.join(here)} {name} has no partner in {' and '.join(missing)}; add it or remove the file")
     return "; ".join(faults)
 
-
+# %% ../../nbs/data/08_pair_files.ipynb #469f1bc1
 def _pairs(folder, prefix, pattern):
     "The pairs in one folder of parts, or of sharp files."
     found = _part_files(folder, pattern)
@@ -169,7 +169,7 @@ def _refuse_half_blurred(root, found):
     raise UserError(f"{root}: {which(True)} has blurred files and {which(False)} has none; give them to "
                     "all, or to none")
 
-
+# %% ../../nbs/data/08_pair_files.ipynb #e20d4c7e
 def _refuse_mixture(root, pairs):
     "Raise where images lie with volumes, or two pairs get one name."
     files = {is_volume(f): f for p in pairs for f in p.files.values()}
@@ -223,7 +223,7 @@ def _refuse_mismatch(sharp, blurred):
     differ = same_grid(sharp, blurred) if isinstance(sharp, Volume) else None
     if differ: raise UserError(f"{differ}; register and resample them")
 
-
+# %% ../../nbs/data/08_pair_files.ipynb #cee40180
 def _refuse_depth(depth, shape):
     "Raise for a depth map of another shape, or without a known value."
     if depth.shape != shape:
@@ -231,7 +231,7 @@ def _refuse_depth(depth, shape):
     if not (known_depth(depth) & np.isfinite(depth)).any():
         raise UserError("depth: none of its values is positive and finite")
 
-
+# %% ../../nbs/data/08_pair_files.ipynb #40a5249a
 def _refuse_parts(parts):
     "Raise where the parts do not fit together or hold nothing to learn from."
     pictures = {k: parts[k] for k in ("sharp", "blur") if parts[k] is not None}
@@ -254,7 +254,7 @@ def _read_parts(pair, spatial_dims, depth):
         raise CaseFault(pair.name, "has no depth map; put it into a folder depth beside sharp")
     return parts
 
-
+# %% ../../nbs/data/08_pair_files.ipynb #2b0de4d9
 def load_pair(
     pair,  # anything with name, dims and read
     spatial_dims:int,  # 2 or 3; 2 takes volumes as their axial slices

@@ -61,7 +61,7 @@ def _inspect_loaded(check, loaded, degradation, depth):
         text = f"{unknown:,} of {loaded.depth.size:,} values are unknown (0, negative or NaN)"
         check.add("depth", text, fatal=False)
 
-
+# %% ../../nbs/data/09_pairs.ipynb #465e2d15
 def inspect_pair(
     pair,  # anything with name, dims and read
     spatial_dims:int,  # 2 or 3
@@ -143,7 +143,7 @@ def _start(rng, size, shape):
     "First voxel of a crop along each axis; negative where the picture is smaller."
     return [int(rng.integers(n - s + 1)) if n >= s else -((s - n) // 2) for n, s in zip(shape, size)]
 
-
+# %% ../../nbs/data/09_pairs.ipynb #00c5be03
 def _place(frames, size, seed):
     "(frame, box) of a crop: the first of eight that is not constant, or the eighth."
     rng = np.random.default_rng(derive_seed(seed, "crop"))
@@ -153,7 +153,7 @@ def _place(frames, size, seed):
         if np.ptp(frames[frame][tuple(slice(max(0, a), b) for a, b in box)]) > 0: break
     return frame, box
 
-
+# %% ../../nbs/data/09_pairs.ipynb #0b9e7588
 def _refuse_settings(pairs, size, spatial_dims):
     "Raise for settings with which no item can be made."
     known = spatial_dims in (2, 3)
@@ -209,7 +209,7 @@ def _input(self:PairDataset, kept, seed):
     except CaseFault: raise
     except UserError as e: raise CaseFault(kept.name, str(e)) from e
 
-
+# %% ../../nbs/data/09_pairs.ipynb #18c13cde
 @patch
 def _fact(self:PairDataset, index, kept):
     "What is measured on the whole case once: (scale, brightness, middle depth or None)."
@@ -227,7 +227,7 @@ def _crop(self:PairDataset, kept, frame, box, seed, bright):
     made = self._degrade(kept, frame, seed, bright, inside)
     return take(made, [(a - c, b - c) for (a, b), (c, _) in zip(box, inside)])
 
-
+# %% ../../nbs/data/09_pairs.ipynb #bd97bd14
 @patch
 def _item(self:PairDataset, index, seed):
     "See `__getitem__`."

@@ -66,7 +66,7 @@ def _rotation(angles):
         turn = turn @ r
     return turn
 
-
+# %% ../../nbs/data/13_patches.ipynb #23303ea8
 @patch
 def draw(self:Augment,
     rng:np.random.Generator,
@@ -99,7 +99,7 @@ def _sampling_grid(shape, centre, matrix, size):
     at = offsets + torch.tensor(centre, dtype=torch.float64)
     return ((2 * at + 1) / torch.tensor(shape, dtype=torch.float64) - 1).flip(-1).float()[None]
 
-
+# %% ../../nbs/data/13_patches.ipynb #2304ae62
 def turned(
     x:torch.Tensor,  # (c, z, y, x)
     centre,  # voxel (z, y, x) of `x` that becomes the middle of the result
@@ -121,7 +121,7 @@ def _ratios(places, foreground):
     share = foreground if len(places[0]) else 1.0
     return [1 - share, *(share / len(there) * (c in there) for c in range(1, len(places)))]
 
-
+# %% ../../nbs/data/13_patches.ipynb #6fd94d7f
 def _centre(kept, foreground, size, seed):
     "A voxel by the share of each class, moved so that the patch stays within the volume where it can."
     ratios, shape = _ratios(kept.places, foreground), kept.label.shape
@@ -176,7 +176,7 @@ def _refuse_settings(self:PatchDataset):
         raise UserError(f"foreground={self.foreground} must be in [0, 1]: the share of patches that are "
                         "centred at a label")
 
-
+# %% ../../nbs/data/13_patches.ipynb #4826fccc
 @patch(as_prop=True)
 def stats(self:PatchDataset) -> dict:
     "What the caches of this process have done."
@@ -192,7 +192,7 @@ def whole(self:PatchDataset,
     case = case if hasattr(case, "read") else self.cases[case]
     return load_labelled(case, self.table if label else None, self.intensity, self.channels, self.resample)
 
-
+# %% ../../nbs/data/13_patches.ipynb #8262d889
 @patch
 def _kept(self:PatchDataset, index):
     "A case of the cache; raises `CaseFault` where it has no mask."
@@ -210,7 +210,7 @@ def _cut(self:PatchDataset, index, kept, start):
     new = lambda: class_maps(kept.label, len(self.table), kept.like.spacing, self.max_distance)
     return made | dict(distance=cut_patch(self.maps.get(index, new), start, self.size, self.max_distance).float())
 
-
+# %% ../../nbs/data/13_patches.ipynb #d5c39bca
 @patch
 def _turn(self:PatchDataset, kept, start, rng):
     "The same rotated and scaled; the maps are made of the turned classes, with a margin."
@@ -220,7 +220,7 @@ def _turn(self:PatchDataset, kept, start, rng):
     made = dict(image=turned(kept.image, middle, matrix, self.size, 0.0), label=label)
     return made if self.max_distance is None else made | dict(distance=self._turned_maps(kept, middle, matrix))
 
-
+# %% ../../nbs/data/13_patches.ipynb #d6820607
 @patch
 def _turned_maps(self:PatchDataset, kept, middle, matrix):
     "Distance maps of a turned patch, with the surfaces outside of it."
@@ -239,7 +239,7 @@ def _vary(self:PatchDataset, made, rng):
     if axes: made = {k: v.flip(axes) for k, v in made.items()}
     return made | dict(image=self.augment.colour(made["image"], rng))
 
-
+# %% ../../nbs/data/13_patches.ipynb #030dc76e
 @patch
 def _item(self:PatchDataset, index, seed):
     "A dict of image (c, *size) float32, label (1, *size) uint8, distance (n − 1, *size) float32, mm, spacing, case."

@@ -70,7 +70,7 @@ def among(self:Split,
                         f"{', '.join(gone[:5])}; put them back, or start a new run")
     return self
 
-
+# %% ../../nbs/data/03_split.ipynb #b96dff42
 @patch
 def to_json(self:Split) -> str:
     "The split as text, to be kept with a run."
@@ -91,14 +91,14 @@ def _parts(n, val, test):
     n_test = min(max(1, round(n * test)), n - 1 - n_val) if test else 0
     return n - n_val - n_test, n_val, n_test
 
-
+# %% ../../nbs/data/03_split.ipynb #2568875e
 def _draw(patients, seed, val, test):
     "patient → 0 (train), 1 (val) or 2 (test)"
     order = torch.randperm(len(patients), generator=generator(seed, "split")).tolist()
     n_train, n_val, _ = _parts(len(patients), val, test)
     return {patients[i]: 0 if k < n_train else 1 if k < n_train + n_val else 2 for k, i in enumerate(order)}
 
-
+# %% ../../nbs/data/03_split.ipynb #e42307bc
 def _empty_note(patients, **parts):
     "Which parts that were asked for stay empty, as a sentence; part → (share, names)."
     empty = [w for w, (share, names) in parts.items() if share and not names]

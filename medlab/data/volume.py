@@ -91,7 +91,7 @@ def _unpacked(path, raw):
         raise UserError(f"{path}: is truncated: its gzip stream ends early after {len(raw):,} bytes; {again}") from e
     except (OSError, zlib.error) as e: raise UserError(f"{path}: is damaged: gzip says {str(e)!r}; {again}") from e
 
-
+# %% ../../nbs/data/00_volume.ipynb #a2a94f88
 def _read_bytes(path):
     "The whole of a file, decompressed; raises `UserError` where it cannot be read."
     if path.is_dir():
@@ -127,7 +127,7 @@ _quiet = _Quiet()
 nib.imageglobals.logger.addFilter(lambda record: not _quiet.on)
 _BROKEN = (WrapStructError, nib.spatialimages.HeaderDataError, nib.filebasedimages.ImageFileError, ValueError, KeyError)
 
-
+# %% ../../nbs/data/00_volume.ipynb #00c6fc1f
 def _parsed(path, raw, cls):
     "(nibabel's image, bytes that its header promises); raises `UserError` for a damaged header."
     try:
@@ -158,7 +158,7 @@ def _refuse_values(path, dtype):
     kind = "complex numbers" if dtype.kind == "c" else "colours (RGB)"
     raise UserError(f"{path}: holds {kind}; one real number per voxel is needed: save its magnitude or one channel")
 
-
+# %% ../../nbs/data/00_volume.ipynb #bc2d8154
 def _refuse_affine(path, affine):
     "Raise for an affine that flattens space, lies kilometres away, or is not finite."
     axes = affine[:3, :3]
@@ -166,7 +166,7 @@ def _refuse_affine(path, affine):
     raise UserError(f"{path}: has an affine that is singular, absurd or not finite ({axes.tolist()}); "
                     "repair its sform or qform")
 
-
+# %% ../../nbs/data/00_volume.ipynb #86e0e4fe
 def _refuse_odd(path, image):
     "The shape (x, y, z) of a single volume; raises `UserError` for what is none."
     shape = image.shape
@@ -187,7 +187,7 @@ def _corner_distance(shape, a, b):
     corners = np.array(list(itertools.product(*((0, n - 1) for n in shape))))
     return float(np.linalg.norm(apply_affine(a, corners) - apply_affine(b, corners), axis=1).max())
 
-
+# %% ../../nbs/data/00_volume.ipynb #42ebae56
 def _disagreement(header):
     "Distance, mm, by which sform and qform of a header disagree; inf where the quaternion is none."
     try:
@@ -195,7 +195,7 @@ def _disagreement(header):
             return _corner_distance(header.get_data_shape()[:3], header.get_sform(), header.get_qform())
     except ValueError: return math.inf
 
-
+# %% ../../nbs/data/00_volume.ipynb #c705cedd
 def _notes(header, sizes):
     "What a header left open, a sentence each."
     sform, qform = int(header["sform_code"]), int(header["qform_code"])
@@ -217,7 +217,7 @@ def _refuse_nonfinite(path, data):
     raise UserError(f"{path}: holds {nan:,} NaN and {inf:,} Inf among {data.size:,} voxels, the first at voxel "
                     f"(x, y, z) = {first} of the file; mend the step that made them")
 
-
+# %% ../../nbs/data/00_volume.ipynb #d2ed71ea
 def read_volume(
     path,  # a .nii or .nii.gz file
     canonical:bool=True,  # turn the axes to RAS+; False: as the file stores them
@@ -249,7 +249,7 @@ def _to_grid(volume):
                         "use resample_to first, or write it with grid=None")
     return data, grid.affine, grid.header or None
 
-
+# %% ../../nbs/data/00_volume.ipynb #c9b47155
 def _cast(data, dtype):
     "The array in another type; integers are rounded, and must fit."
     if dtype.kind not in "iu": return data.astype(dtype)
@@ -325,7 +325,7 @@ def _smoothed(data, step):
     from monai.networks.layers import GaussianFilter
     return GaussianFilter(3, np.maximum(0, (step - 1) / 2).tolist())(data[None])[0] if step.max() > 1.01 else data
 
-
+# %% ../../nbs/data/00_volume.ipynb #dfe2159e
 def resample_to(
     volume:Volume,  # (z, y, x)
     reference:Volume,  # its grid is taken over
