@@ -19,7 +19,7 @@ import jsonargparse
 import yaml
 
 from ..core import UnknownName, UserError
-from ..knobs.knobs import RENAMED
+from ..run.records import KNOBS as RENAMED
 from ..knobs.traits import rule
 
 # %% ../../nbs/cli/00_options.ipynb #62b328c7

@@ -247,13 +247,15 @@ class Wide(Recipe):
     def dataset(self): return [dict(x=torch.randn(1, 32, 32, 32, generator=generator(0, i)), case=str(i)) for i in range(32)]
     def losses(self, model, batch): return dict(loss=(model(batch["x"]) - batch["x"]).square().mean((1, 2, 3, 4)))
 
+def address_space(key): return int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1]) * 1024
+
 torch.set_num_threads(1)
 t = Trainer(Wide(), sys.argv[1], threads=1, lr=1e-3, **(dict(micro_batch=int(sys.argv[3])) if len(sys.argv) > 3 else {}))
+size = address_space("VmSize")
 if int(sys.argv[2]):
-    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[2]) * 10**6,) * 2)
 t.fit(2, progress=False)
-print(t.run.state, t.knobs.micro_batch, len(t.run.events("out_of_memory")), torch.cat([p.detach().flatten() for p in t.model.parameters()]).double().abs().sum().item())
+print(t.run.state, t.knobs.micro_batch, len(t.run.events("out_of_memory")), torch.cat([p.detach().flatten() for p in t.model.parameters()]).double().abs().sum().item(), (address_space("VmPeak") - size) // 10**6)
 print(t.run.events("out_of_memory")[0].text if t.run.events("out_of_memory") else "", file=sys.stderr)
 """
 
@@ -266,9 +268,10 @@ def test_memory_really_runs_out(tmp_path):
         assert out.returncode == 0, out.stderr[-2000:]
         return out.stdout.split(), out.stderr
 
-    (state, size, events, weights), said = run(tmp_path / "scarce", 400)
+    *_, needed = run(tmp_path / "whole", 0)[0]  # MB; how much a convolution takes differs between processors
+    (state, size, events, weights, _), said = run(tmp_path / "scarce", int(0.6 * int(needed)))
     assert state == "done" and int(size) < 32 and int(events) >= 1 and "memory ran out in the " in said and "t allocate memory" in said, said
-    assert run(tmp_path / "told", 0, size)[0] == ["done", size, "0", weights]
+    assert run(tmp_path / "told", 0, size)[0][:4] == ["done", size, "0", weights]
 
 # faults that stay
 
