@@ -132,7 +132,8 @@ def _send_spec(self:Curves):
     "Which panels there are, and which metrics they show."
     names = lambda group: list(dict.fromkeys(n for s in self._sources for n in s.names(group)))
     groups = [dict(title=g.title, log=g.log, ticks=g.ticks, names=names(g)) for g in self._groups]
-    self._messages.send_new("spec", groups=groups, runs=[s.name for s in self._sources], labels=LABELS, smooth=self._smooth)
+    runs = [s.name for s in self._sources]
+    self._messages.send_new("spec", groups=groups, runs=runs, labels=LABELS, smooth=self._smooth)
 
 # %% ../../nbs/widgets/06_curves.ipynb #9c84970e
 @patch

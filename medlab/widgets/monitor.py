@@ -70,7 +70,7 @@ class RunLog:
     "The events and changes of a run as lines: the newest first, what is new at every look, older ones when asked for."
 
     def __init__(self):
-        self.lines, self.fresh = Lines(), {}  # fresh: those that are new or have grown, by key; who shows them empties it
+        self.lines, self.fresh = Lines(), {}  # fresh: those that are new or have grown, by key; their reader empties it
         self.changes, self.error = {}, None  # id → `ChangeRecord`; the newest event that says why training ended
         self.event, self.first = None, 0  # ids of the newest event that was read, and of the last that was not; 0: none
 
