@@ -74,7 +74,7 @@ def look(self:RunController) -> str:
     if self._odd > 1: self.state = "failed" if own.error else "stopped"
     return self.state
 
-
+# %% ../../nbs/widgets/09_controller.ipynb #ef320a8a
 @patch
 def can(self:RunController) -> dict:  # name → "" or why not
     "What can be asked now."
@@ -94,7 +94,7 @@ def values(self:RunController,
     if name not in fixes: raise UnknownName("fix", name, fixes)
     return fixes[name]["on" if on else "off"]
 
-
+# %% ../../nbs/widgets/09_controller.ipynb #83667af7
 @patch
 def set(self:RunController,
     knobs:dict,  # knob → value
@@ -125,7 +125,7 @@ def do(self:RunController,
     if self.own: getattr(self.own, name)(**data)
     else: self.monitor.writable().command(name, source="panel", **data)
 
-
+# %% ../../nbs/widgets/09_controller.ipynb #2ddc380f
 @patch
 def _start(self:RunController, until):
     if self.own: return self.own.start(until=until)
@@ -151,7 +151,7 @@ def _marks(monitor):
     return dict(save=monitor.checkpoints[:1], restore=monitor.segment, error=monitor.log.error,
         start=monitor.telemetry.get("step"), refused=max(refusals, default=-1))
 
-
+# %% ../../nbs/widgets/09_controller.ipynb #e5a190a2
 class Wait:
     "Something was asked for, and has not happened yet."
 
@@ -232,7 +232,8 @@ def troubles(
     controller:RunController,  # of the run
 ) -> list:  # of items as `training_error`
     "What is wrong with the run, in words."
-    m, own, state, out = controller.monitor, controller.own, controller.state, []
+    m, own, state = controller.monitor, controller.own, controller.state
+    out = []
     if m.fault: out.append(_item("read", "The run directory cannot be read", _cannot_read(controller)))
     if own and own.store.fault:
         text = _cannot_write(own.store.fault, state in LIVE)
