@@ -30,7 +30,7 @@ def read_chunks(
     rows = db.execute("SELECT segment, first, last, n, id FROM chunks WHERE last >= ?", (since,))
     return [Chunk(*r) for r in rows.fetchall()]
 
-
+# %% ../../nbs/run/03_chunks.ipynb #3793482d
 def newest_chunk(
     db:sqlite3.Connection,  # a run's database
 ):  # Chunk; None where nothing was recorded
@@ -38,7 +38,7 @@ def newest_chunk(
     row = db.execute("SELECT segment, first, last, n, id FROM chunks ORDER BY id DESC LIMIT 1").fetchone()
     return row and Chunk(*row)
 
-
+# %% ../../nbs/run/03_chunks.ipynb #ae4ad54c
 def last_steps(
     db:sqlite3.Connection,  # a run's database
 ) -> dict:  # segment → its last recorded step
@@ -68,7 +68,7 @@ def chunk_steps(
     blob, = db.execute("SELECT step FROM chunks WHERE id=?", (chunk.id,)).fetchone()
     return np.arange(chunk.first, chunk.last + 1) if blob is None else np.frombuffer(blob, np.int64)
 
-
+# %% ../../nbs/run/03_chunks.ipynb #0d1f13da
 def _codes(blob): return None if blob is None else np.frombuffer(blob, np.uint8)
 
 
@@ -81,7 +81,7 @@ def chunk_values(
     rows = db.execute("SELECT name, value, status FROM columns WHERE chunk=?", (chunk.id,))
     return {k: (np.frombuffer(v), _codes(s)) for k, v, s in rows if names is None or k in names}
 
-
+# %% ../../nbs/run/03_chunks.ipynb #80fb91ff
 def chunk_summaries(
     db:sqlite3.Connection,  # a run's database
     chunk:Chunk,  # a full one: others have no summary

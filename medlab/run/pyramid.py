@@ -57,7 +57,7 @@ def put(self:Level,
     if need > room: self.data = [np.concatenate([a, np.empty(max(room, need - room), a.dtype)]) for a in self.data]
     for a, c in zip(self.data, columns): a[i:need] = c
 
-
+# %% ../../nbs/run/09_pyramid.ipynb #ca93d607
 @patch
 def forget(self:Level,
     start:int,  # number of the first row that is kept; beyond `n`: none, and rows go on from there
@@ -74,7 +74,8 @@ def blocks(
     rows,  # step, low, high, flag; as many as a multiple of FAN
 ) -> tuple:  # the same, a block each
     "The first step, minimum, maximum and joined flags of every FAN rows."
-    step, low, high, flag = (a.reshape(-1, FAN) for a in rows)
+    step, *rest = (a.reshape(-1, FAN) for a in rows)
+    low, high, flag = rest
     return step[:, 0], np.fmin.reduce(low, 1), np.fmax.reduce(high, 1), np.bitwise_or.reduce(flag, 1)
 
 # %% ../../nbs/run/09_pyramid.ipynb #a43b1149
@@ -147,7 +148,7 @@ def _pad(self:Pyramid):
     base.put(base.n, (np.full(len(nothing), self.last), nothing, nothing, 0))
     self._lift(0, base.n - len(nothing))
 
-
+# %% ../../nbs/run/09_pyramid.ipynb #cfab3533
 @patch
 def add_blocks(self:Pyramid,
     step, low, high, flag,  # (n,) a row for every 64 values: first step, minimum, maximum, joined flags
@@ -166,7 +167,7 @@ def _between(level, a, b):
     i = max(int(level.step.searchsorted(a, "right")) - 1, 0)
     return i, min(int(level.step.searchsorted(b, "right")) + 1, len(level.step))
 
-
+# %% ../../nbs/run/09_pyramid.ipynb #95f73f1b
 @patch
 def _with_rest(self:Pyramid, k, i, j):
     "Rows of level k, and where they reach its end, those of the levels below that are in no block yet."
@@ -232,7 +233,8 @@ def columns(
     place=_place,  # finds each column's first row; a `Places` remembers it for metrics of the same steps
 ):  # "points", (step − a, value), (index, flag); or "columns", (low, high), (column, flag); arrays (n, 2) of float32
     "Rows as they are drawn."
-    raw, step, low, high, flag = rows
+    raw, step, *rest = rows
+    low, high, flag = rest
     if raw and len(step) <= width: return "points", np.stack([step - a, low], 1).astype(np.float32), _marks(flag)
     j, i = np.searchsorted(step, b, "right"), np.searchsorted(step, a) if raw else 0
     pairs, flags = _fill(step[i:j], low[i:j], high[i:j], flag[i:j], a, b, width, place)

@@ -25,8 +25,8 @@ class RunReader:
     def __init__(self,
         path,  # run directory; raises `UserError` where there is none
     ):
-        self.path = Path(path)
-        self.run, self.db, self.identity, self.version = None, None, None, DataVersion()
+        self.path, self.version = Path(path), DataVersion()
+        self.run = self.db = self.identity = None
         if not (self.path / "run.db").is_file(): Run(self.path)  # says so
 
     def close(self):

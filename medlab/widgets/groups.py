@@ -179,7 +179,7 @@ def _ticks(found, a, b):
     step = pairs[where, 0] if kind == "points" else ((where + 0.5) * ((b - a) / len(pairs))).astype(np.float32)
     return "ticks", np.stack([step, np.ones_like(step)], 1), np.empty((0, 2), np.float32)
 
-
+# %% ../../nbs/widgets/03_groups.ipynb #acaaf4a8
 @patch
 def draw(self:Source,
     view,  # see `View`
@@ -190,7 +190,7 @@ def draw(self:Source,
     found = self.history.view(*span, min(view.width, COLUMNS))
     return span, {k: _ticks(c, *span) if k in self.ticks else c for k, c in found.items()}
 
-
+# %% ../../nbs/widgets/03_groups.ipynb #ab78e707
 def sources_of(
     runs,  # see `run_paths`
     groups:tuple,  # of Group
@@ -221,7 +221,7 @@ def _edge(ax, step, y, marker):
     place = dict(transform=ax.get_xaxis_transform(), clip_on=False)
     ax.plot(step, np.full(len(step), y), marker, color=BAD, markersize=5, **place)
 
-
+# %% ../../nbs/widgets/03_groups.ipynb #86e16b28
 def _draw_curve(ax, span, found, label, look):
     "A curve, and what of it is not finite; its line, for the legend."
     (kind, pairs, marks), (a, b) = found, span
@@ -260,7 +260,7 @@ def _draw_group(ax, group, drawn, several):
         if group.ticks in curves: _edge(ax, span[0] + curves[group.ticks][1][:, 0], 0, "|")
     return lines
 
-
+# %% ../../nbs/widgets/03_groups.ipynb #4d9efb66
 def _dress(ax, group, drawn, lines):
     "Scale, limits, title, legend."
     if group.log and any((line.get_ydata() > 0).any() for line in lines): ax.set_yscale("log")
@@ -280,7 +280,7 @@ def _name_runs(fig, sources):
     lines = [Line2D([], [], **_look(k, 0, True)) for k in range(len(sources))]
     fig.legend(lines, [plain(s.name) for s in sources], loc="outside upper left", ncols=4, fontsize=8, frameon=False)
 
-
+# %% ../../nbs/widgets/03_groups.ipynb #c13db26a
 def draw_figure(
     sources,  # of Source
     groups,  # of Group

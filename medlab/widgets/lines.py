@@ -58,7 +58,7 @@ def _outcome(change):
     if change.state == "pending" and change.at is not None: return f"pending until step {change.at}"
     return change.state
 
-
+# %% ../../nbs/widgets/07_lines.ipynb #fcea42f4
 def _what(change):
     "The knobs that moved, or were to be moved."
     old, new = change.old or {}, (change.new if change.state == "applied" else None) or change.requested
@@ -66,7 +66,7 @@ def _what(change):
     before = {k: f"{value_text(old[k])} " if k in old else "" for k in moved}
     return ", ".join(f"{k} {before[k]}→ {value_text(v)}" for k, v in moved.items())
 
-
+# %% ../../nbs/widgets/07_lines.ipynb #594b7b41
 def change_text(
     change:ChangeRecord,
     fixes=(),  # of the run's controls: a change that is just one of them is called by its name
@@ -116,7 +116,7 @@ class Lines:
         self.rows, self.by_key = deque(maxlen=most), {}  # oldest first; key → line
         self.places, self.below = itertools.count(), itertools.count(-1, -1)
 
-
+# %% ../../nbs/widgets/07_lines.ipynb #80a07d36
 @patch
 def _add(self:Lines, line):
     line.place = next(self.places)
@@ -135,7 +135,7 @@ def _same(self:Lines, line):
         if row.level != "warning" or row.kind == "change": return None
     return None
 
-
+# %% ../../nbs/widgets/07_lines.ipynb #408da1b1
 @patch
 def event(self:Lines,
     e:Event,  # newer than all before

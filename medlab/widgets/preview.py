@@ -8,10 +8,10 @@ __all__ = ['Live', 'Saved', 'weights_of', 'Preview']
 # %% ../../nbs/widgets/12_preview.ipynb #d8265508
 import threading
 import time
-from pathlib import Path
 
 import ipywidgets as W
 import torch
+from fastcore.basics import patch
 
 from ..core import UserError
 from ..plots import plain
@@ -25,19 +25,26 @@ from .viewer import Viewer
 class Live:
     "The weights of a trainer in this process."
 
-    def __init__(self, trainer): self.trainer, self.recipe = trainer, trainer.recipe
+    def __init__(self,
+        trainer,  # a Trainer; it stays its owner's
+    ): self.trainer, self.recipe = trainer, trainer.recipe
 
     def version(self): "What changes when the weights do."; return self.trainer.number
 
-    def model(self): "(model in evaluation mode, number of its step)"; return self.trainer.snapshot(), self.trainer.number
+    def model(self):
+        "(model in evaluation mode, number of its step)"
+        return self.trainer.snapshot(), self.trainer.number
 
     def close(self): "The trainer is somebody else's."
 
-
+# %% ../../nbs/widgets/12_preview.ipynb #5aad7658
 class Saved:
     "The weights of a run's newest checkpoint."
 
-    def __init__(self, path, device):
+    def __init__(self,
+        path,  # run directory
+        device,  # of predictions
+    ):
         self.run, self.device, self.recipe = Run(path), torch_device(device), recipe_of(path)
         self.recipe.setup(self.run.meta["data"].get("split"))
 
@@ -51,7 +58,7 @@ class Saved:
 
     def close(self): "Close the connection to the run."; self.run.close()
 
-
+# %% ../../nbs/widgets/12_preview.ipynb #de907205
 def weights_of(
     run,  # a Trainer, a Run, or the path of a run directory
     device,  # of predictions from checkpoints
@@ -59,6 +66,16 @@ def weights_of(
     "Where to take weights from; raises `UserError` where the recipe is not known here."
     path, = run_paths(run)
     return Live(run) if hasattr(run, "snapshot") and not run.store.closed else Saved(path, device)
+
+# %% ../../nbs/widgets/12_preview.ipynb #dab4a5a4
+def _controls():
+    "A choice of cases, a switch, a button, and a line of text."
+    width = lambda pixels: W.Layout(width=f"{pixels}px")
+    case = W.Dropdown(options=[], description="case", layout=width(260))
+    live = W.Checkbox(True, description="live", indent=False, layout=width(60))
+    live.tooltip = "predict again as the weights change"
+    now = W.Button(description="predict", tooltip="predict this case now", layout=width(80))
+    return case, live, now, W.Label("", layout=W.Layout(flex="1 1 auto", min_width="0"))
 
 # %% ../../nbs/widgets/12_preview.ipynb #fc38b344
 class Preview(W.VBox):
@@ -71,74 +88,99 @@ class Preview(W.VBox):
         device="cpu",  # where predictions from checkpoints are made; those of a trainer are made where it trains
         height:int=300,  # of the planes, pixels
     ):
-        if not 0 < share <= 1: raise UserError(f"share={share} must be in (0, 1]; 0.1 rests nine times as long as a prediction takes")
-        self.run, self.share, self.device, self.height = run, share, device, height
-        self.case = W.Dropdown(options=[], description="case", layout=W.Layout(width="260px"))
-        self.live = W.Checkbox(True, description="live", indent=False, tooltip="predict again as the weights change", layout=W.Layout(width="60px"))
-        self.now = W.Button(description="predict", tooltip="predict this case now", layout=W.Layout(width="80px"))
-        self.status = W.Label("", layout=W.Layout(flex="1 1 auto", min_width="0"))
-        self.viewer, self._shown, self.weights = None, None, None
+        if not 0 < share <= 1:
+            raise UserError(f"share={share} must be in (0, 1]; 0.1 rests nine times as long as a prediction takes")
+        self.run, self.share, self.device = run, share, device
+        self.height, row = height, W.HBox(_controls())
+        (self.case, self.live, self.now), self.status = row.children[:3], row.children[3]
+        self.viewer = self.weights = self._shown = None  # _shown: version of the weights and case that are on view
         self._clock = Ticker(self, 0.5, "medlab-preview")
-        super().__init__([W.HBox([self.case, self.live, self.now, self.status])], layout=W.Layout(min_width="0", min_height=f"{height + 100}px"))
+        super().__init__([row], layout=W.Layout(min_width="0", min_height=f"{height + 100}px"))
         self.case.observe(lambda _: self._clock.wake(), "value")
         self.now.on_click(lambda _: self._clock.wake())
         self._clock.start()
-
-    def tick(self,
-        asked:bool=False,  # predict even if the weights are those that were shown
-    ) -> float:  # seconds to rest, so that predictions take their share of the time; 0: there was nothing new
-        "Predict if there is anything new; called by the widget's thread. Whatever fails is said in the status line."
-        began = time.perf_counter()
-        if threading.current_thread() is self._clock.thread: torch.set_num_threads(1)
-        try:
-            if self.weights is None: self._find()
-            if self.case.value is None or not (asked or self.live.value): return 0.0
-            version = self.weights.version(), self.case.value
-            if not asked and version == self._shown: return 0.0
-            self._shown = version  # a case that fails is not tried again before something changes
-            step = self._predict()
-            self.status.value = f"step {step:,}, predicted in {time.perf_counter() - began:.2g} s"
-        except Exception as e: self.stumbled(e)
-        return max(0.5, (time.perf_counter() - began) * (1 / self.share - 1))
-
-    def stumbled(self, e): "Say why there is no prediction."; self.status.value = plain(str(e) if isinstance(e, UserError) else f"no prediction: {type(e).__name__}: {e}", 300)
-
-    def _find(self):
-        "Look for the weights, and for the cases there are."
-        weights = weights_of(self.run, self.device)
-        choices = weights.recipe.previews()
-        if not choices: raise UserError(f"the recipe {weights.recipe.name!r} has no preview")
-        self.weights, self._choices = weights, choices
-        self.case.options, self.case.index = list(choices), 0
-
-    def _predict(self):
-        self.status.value = "predicting …"
-        model, step = self.weights.model()
-        with torch.no_grad(): columns = self.weights.recipe.preview(model, *self._choices[self.case.value])
-        self.show(columns)
-        return step
-
-    def show(self,
-        columns:dict,  # name → `Volume`, `Image`, array or `Overlaid`, on one grid
-    ):
-        "Put columns on view; where grid and names are those on view, only what differs crosses to the page."
-        known = self.viewer and [c["name"] for c in self.viewer._scene["volumes"]]
-        try:
-            if known != list(columns): raise UserError("other columns")
-            for name, thing in columns.items(): self.viewer.update(thing, name)
-        except UserError: self._replace(columns)
-
-    def _replace(self, columns):
-        old, viewer = self.viewer, Viewer(columns, window="each", height=self.height)
-        names = list(columns)
-        if {"prediction", "truth"} <= columns.keys():  # an untrained prediction has no window of its own worth seeing
-            windows = dict(zip(names, viewer.windows))
-            viewer.windows = [windows["truth" if n == "prediction" else n] for n in names]
-        self.viewer, self.children = viewer, (self.children[0], viewer)
-        if old: old.close()
 
     def close(self):
         "Take the widget and its viewer away, and end its thread, after the prediction that it is making."
         if self._clock and self._clock.close():
             for part in filter(None, (self.viewer, self.weights)): part.close()
         super().close()
+
+# %% ../../nbs/widgets/12_preview.ipynb #b75529df
+@patch
+def tick(self:Preview,
+    asked:bool=False,  # predict even if the weights are those that were shown
+) -> float:  # seconds to rest, so that predictions take their share of the time; 0: there was nothing new
+    "Predict if there is anything new; called by the widget's thread. Whatever fails is said in the status line."
+    began = time.perf_counter()
+    if threading.current_thread() is self._clock.thread: torch.set_num_threads(1)
+    try:
+        if not self._is_wanted(asked): return 0.0
+        step = self._predict()
+        self.status.value = f"step {step:,}, predicted in {time.perf_counter() - began:.2g} s"
+    except Exception as e: self.stumbled(e)
+    return max(0.5, (time.perf_counter() - began) * (1 / self.share - 1))
+
+# %% ../../nbs/widgets/12_preview.ipynb #517737ab
+@patch
+def _is_wanted(self:Preview, asked):
+    "Whether there is something new to predict, or somebody asked."
+    if self.weights is None: self._find()
+    case = self.case.value
+    if case is None or not (asked or self.live.value): return False
+    version = self.weights.version(), case
+    if not asked and version == self._shown: return False
+    self._shown = version  # a case that fails is not tried again before something changes
+    return True
+
+# %% ../../nbs/widgets/12_preview.ipynb #58e416b8
+@patch
+def stumbled(self:Preview,
+    e:Exception,  # that a look has raised
+):
+    "Say why there is no prediction."
+    text = str(e) if isinstance(e, UserError) else f"no prediction: {type(e).__name__}: {e}"
+    self.status.value = plain(text, 300)
+
+# %% ../../nbs/widgets/12_preview.ipynb #0dd77402
+@patch
+def _find(self:Preview):
+    "Look for the weights, and for the cases there are."
+    weights = weights_of(self.run, self.device)
+    choices = weights.recipe.previews()
+    if not choices: raise UserError(f"the recipe {weights.recipe.name!r} has no preview")
+    self.weights, self._choices = weights, choices
+    self.case.options, self.case.index = list(choices), 0
+
+# %% ../../nbs/widgets/12_preview.ipynb #910ca99e
+@patch
+def _predict(self:Preview):
+    "Predict the case that is chosen, and show it; the step of the weights."
+    self.status.value = "predicting …"
+    model, step = self.weights.model()
+    choice = self._choices[self.case.value]
+    with torch.no_grad(): columns = self.weights.recipe.preview(model, *choice)
+    self.show(columns)
+    return step
+
+# %% ../../nbs/widgets/12_preview.ipynb #0b0b7092
+@patch
+def show(self:Preview,
+    columns:dict,  # name → `Volume`, `Image`, array or `Overlaid`, on one grid
+):
+    "Put columns on view; where grid and names are those on view, only what differs crosses to the page."
+    known = self.viewer and [c["name"] for c in self.viewer._scene["volumes"]]
+    try:
+        if known != list(columns): raise UserError("other columns")
+        for name, thing in columns.items(): self.viewer.update(thing, name)
+    except UserError: self._replace(columns)
+
+# %% ../../nbs/widgets/12_preview.ipynb #1d4bbf16
+@patch
+def _replace(self:Preview, columns):
+    old, viewer = self.viewer, Viewer(columns, window="each", height=self.height)
+    if {"prediction", "truth"} <= columns.keys():
+        windows = dict(zip(columns, viewer.windows))
+        viewer.windows = [windows["truth" if n == "prediction" else n] for n in columns]
+    self.viewer, self.children = viewer, (self.children[0], viewer)
+    if old: old.close()

@@ -3,7 +3,7 @@
 //
 // From the kernel:  spec {name, controls: {knobs: {name: description}, fixes: [{name, on, off, claim, measured, concern}]} | null}
 //                   head {state, step, target, loss, rate, mem, gpu, scale, skipped, row, device, precision}
-//                   can {buttons: {name: why not, or ""}, doing}, values {values, all}, fates {fates, all}, log {lines, all, more}
+//                   can {buttons: {name: why not, or ""}, doing}, values {values, all}, changes {changes, all}, log {lines, all, more}
 //                   checkpoints {rows: [[step, time, bytes]]}, trouble {items: [{key, title, text, facts, trace, level, dismiss}]}, answer {request, ok, text}, beat
 // To the kernel:    hello, set {knobs, request}, fix {name, on, request}, do {name, until, step, request}, older, dismiss {key}
 
@@ -193,7 +193,7 @@ function tail(info) {  // near 1 the distance from 1 is what counts: 0.9, 0.99, 
 // ---- the panel ----
 
 function render({ model, el }) {
-  const S = { spec: null, head: {}, can: {}, doing: "", values: {}, fates: {}, mine: {}, rows: new Map(), fixes: [], groups: [], lines: new Map(), items: new Map(), kept: [], more: false, heard: 0, silent: false, dead: false, folded: {}, aside: "" };
+  const S = { spec: null, head: {}, can: {}, doing: "", values: {}, changes: {}, mine: {}, rows: new Map(), fixes: [], groups: [], lines: new Map(), items: new Map(), kept: [], more: false, heard: 0, silent: false, dead: false, folded: {}, aside: "" };
   const root = make("div", "medlab-panel", undefined, { role: "group", "aria-label": "Panel of a run", "data-lm-suppress-shortcuts": "true" }), style = make("style", "", CSS);
   root.addEventListener("keydown", e => e.stopPropagation());
   const words = () => Math.random().toString(36).slice(2, 12), timers = new Set();
@@ -330,22 +330,22 @@ function render({ model, el }) {
 
   function wish(knobs, t, more) {  // shown at once; the kernel's word follows
     const request = ask(t, more);
-    for (const [k, value] of Object.entries(knobs)) S.mine[k] = { value, request, key: S.fates[k]?.key, slow: false };
+    for (const [k, value] of Object.entries(knobs)) S.mine[k] = { value, request, key: S.changes[k]?.key, slow: false };
     later(() => { for (const m of Object.values(S.mine)) if (m.request === request) m.slow = true; drawRows() }, 2500);
     drawRows();
   }
   const set = (k, value) => wish({ [k]: value }, "set", { knobs: { [k]: value } });
 
   function settle() {  // what the kernel knows of is no longer ours to show
-    for (const [k, m] of Object.entries(S.mine)) if (S.fates[k]?.key !== m.key) delete S.mine[k];
+    for (const [k, m] of Object.entries(S.mine)) if (S.changes[k]?.key !== m.key) delete S.mine[k];
   }
 
   const inForce = k => S.values[k];
-  const asked = k => k in S.mine ? S.mine[k].value : S.fates[k]?.state === "pending" ? S.fates[k].asked : S.values[k];
-  const pending = k => k in S.mine || S.fates[k]?.state === "pending";
+  const asked = k => k in S.mine ? S.mine[k].value : S.changes[k]?.state === "pending" ? S.changes[k].asked : S.values[k];
+  const pending = k => k in S.mine || S.changes[k]?.state === "pending";
 
   function fateOf(k, unit = "") {  // {text, tone, title, why} of a knob's last change
-    const f = S.fates[k], now = `${told(inForce(k))}`, live = S.head.state === "running" || S.head.state === "starting";
+    const f = S.changes[k], now = `${told(inForce(k))}`, live = S.head.state === "running" || S.head.state === "starting";
     if (k in S.mine) return { text: S.mine[k].slow ? "waiting for the kernel" : "asking", tone: S.mine[k].slow ? "warn" : "muted", title: `${k}: asked for ${told(S.mine[k].value)}, in force is ${now}` };
     if (!f) return { text: "", tone: "muted", title: "" };
     const said = `${k} → ${told(f.asked)}, asked for by ${f.source} at ${clock(f.time)}`;
@@ -399,8 +399,8 @@ function render({ model, el }) {
   }
 
   const fateTitle = k => k && fateOf(k).title ? `Last change: ${fateOf(k).title}.` : "";
-  const ours = fix => Object.keys(fix.on).filter(k => k in S.mine || S.fates[k] && [fix.on[k], fix.off[k]].some(v => same(v, S.fates[k].asked)));  // knobs that were last set to what the fix sets
-  const newest = knobs => knobs.filter(k => S.fates[k] || k in S.mine).sort((a, b) => (k => k in S.mine ? Infinity : S.fates[k].id)(b) - (k => k in S.mine ? Infinity : S.fates[k].id)(a))[0];
+  const ours = fix => Object.keys(fix.on).filter(k => k in S.mine || S.changes[k] && [fix.on[k], fix.off[k]].some(v => same(v, S.changes[k].asked)));  // knobs that were last set to what the fix sets
+  const newest = knobs => knobs.filter(k => S.changes[k] || k in S.mine).sort((a, b) => (k => k in S.mine ? Infinity : S.changes[k].id)(b) - (k => k in S.mine ? Infinity : S.changes[k].id)(a))[0];
 
   function drawFix(r) {
     const knobs = Object.keys(r.fix.on), own = ours(r.fix), k = newest(own), waits = own.some(pending);
@@ -480,7 +480,7 @@ function render({ model, el }) {
 
   function proposal(r) {
     const hint = S.spec.controls.fixes.map(f => f.on[r.knob]).find(v => typeof v === "number");
-    return [S.fates[r.knob]?.old, r.info.default, hint].find(v => typeof v === "number") ?? (r.info.kind === "int" ? Math.max(1, r.info.low ?? 1) : r.info.high === null ? 1 : Math.min(1, r.info.high / 2));
+    return [S.changes[r.knob]?.old, r.info.default, hint].find(v => typeof v === "number") ?? (r.info.kind === "int" ? Math.max(1, r.info.low ?? 1) : r.info.high === null ? 1 : Math.min(1, r.info.high / 2));
   }
 
   function intControl(r) {
@@ -514,7 +514,7 @@ function render({ model, el }) {
   function draw(r) {
     const v = asked(r.knob), differs = v !== undefined && !same(v, r.info.default);
     r.box.dataset.pending = pending(r.knob); r.box.dataset.differs = differs;
-    r.box.dataset.fate = r.knob in S.mine ? "asking" : S.fates[r.knob]?.state ?? "";
+    r.box.dataset.fate = r.knob in S.mine ? "asking" : S.changes[r.knob]?.state ?? "";
     r.reset.style.visibility = differs ? "" : "hidden"; r.reset.disabled = !differs;
     showFate(r, fateOf(r.knob), r.draft);
     if (!r.draft) r.put(v);
@@ -632,7 +632,7 @@ function render({ model, el }) {
     head(m) { const before = S.head.state; S.head = m; drawHead(); drawButtons(); if (m.state !== before) drawRows() },
     can(m) { S.can = m.buttons; S.doing = m.doing; S.aside = S.doing ? "" : S.aside; remark(S.aside, S.aside ? "warn" : "muted"); drawButtons() },
     values(m) { S.values = m.all ? m.values : { ...S.values, ...m.values }; drawRows() },
-    fates(m) { S.fates = m.all ? m.fates : { ...S.fates, ...m.fates }; settle(); drawRows() },
+    changes(m) { S.changes = m.all ? m.changes : { ...S.changes, ...m.changes }; settle(); drawRows() },
     log(m) { S.more = m.more; drawLog(m.lines, m.all) },
     checkpoints(m) { S.kept = m.rows; drawKept(); drawButtons() },
     trouble(m) { drawTrouble(m.items) },
