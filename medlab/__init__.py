@@ -9,7 +9,7 @@ __all__ = []
 import lazy_loader
 
 # %% ../nbs/04_face.ipynb #0836f9c2
-__version__ = None
+__version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,

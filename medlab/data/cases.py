@@ -216,7 +216,7 @@ class Check:
 
 # %% ../../nbs/data/04_cases.ipynb #c69a9ec0
 @patch
-def add(self:Check,
+def say(self:Check,
     modality:str,  # "": the case as a whole
     text:str,  # value, rule and remedy
     fatal:bool=True,  # False: a note
@@ -233,7 +233,7 @@ def fail(self:Check,
     "Add an error as a fatal finding, without the folders of the case's files."
     text = getattr(error, "reason", str(error))
     for file in getattr(self.case, "files", {}).values(): text = text.replace(f"{file.parent}{os.sep}", "")
-    self.add(modality, text)
+    self.say(modality, text)
 
 # %% ../../nbs/data/04_cases.ipynb #78b21358
 def _read_sound(check, modality):
@@ -251,7 +251,7 @@ def _compare(check, first, volume, resample):
     if not differ: return
     remedy = (f"they will be resampled to {first.name}" if resample else "register and resample them, or ask "
               "for resampling")
-    check.add("", f"{differ}; {remedy}", fatal=not resample)
+    check.say("", f"{differ}; {remedy}", fatal=not resample)
 
 # %% ../../nbs/data/04_cases.ipynb #d4e9b75e
 def _read_through(check, resample):
@@ -260,7 +260,7 @@ def _read_through(check, resample):
     for modality in check.case.modalities:
         volume = _read_sound(check, modality)
         if volume is None: continue
-        for note in volume.notes: check.add(modality, note, fatal=False)
+        for note in volume.notes: check.say(modality, note, fatal=False)
         if first is None: first = volume
         else: _compare(check, first, volume, resample)
     return first
@@ -274,13 +274,13 @@ def inspect_case(
 ) -> Check:
     "Read a case through and report what is wrong with it; never raises for the case's own faults."
     check = Check(case)
-    if getattr(case, "fault", ""): check.add("", case.fault)
+    if getattr(case, "fault", ""): check.say("", case.fault)
     missing = [m for m in required if m not in case.modalities]
-    if missing: check.add("", f"{', '.join(missing)} missing; it has {', '.join(case.modalities) or 'none'}")
+    if missing: check.say("", f"{', '.join(missing)} missing; it has {', '.join(case.modalities) or 'none'}")
     first = _read_through(check, resample)
     if first is not None: check.shape, check.spacing = first.shape, first.spacing
     if not check.reason and len(check.ranges) < at_least:
-        check.add("", f"only {len(check.ranges)} of the {at_least} modalities needed "
+        check.say("", f"only {len(check.ranges)} of the {at_least} modalities needed "
                       f"({', '.join(check.ranges) or 'none'}); add files, or tell their names by a name map")
     return check
 

@@ -147,7 +147,7 @@ def _inspect_images(check, images, intensity):
     for v in images:
         intensity.apply(v.data)
         check.ranges[v.name or "image"] = tuple(float(q) for q in np.percentile(v.data, (1, 99)))
-    for note in first.notes: check.add("", note, fatal=False)
+    for note in first.notes: check.say("", note, fatal=False)
 
 # %% ../../nbs/data/12_labelled.ipynb #129e0564
 def _inspect_label(check, label, resample, table):
@@ -158,7 +158,7 @@ def _inspect_label(check, label, resample, table):
     if table is not None: table.encode(known)
     n = int((label.data < 0).sum()) if resample else 0
     if n:
-        check.add("label", f"{n:,} of {known.size:,} voxels lie outside of the mask's own grid and are unknown",
+        check.say("label", f"{n:,} of {known.size:,} voxels lie outside of the mask's own grid and are unknown",
                   fatal=False)
     return ids
 

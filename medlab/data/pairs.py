@@ -55,11 +55,11 @@ def _inspect_loaded(check, loaded, degradation, depth):
         check.ranges[part] = scale.lo, scale.hi
     if loaded.blur is None: degradation.brightness(loaded.sharp)
     check.shape, check.spacing = loaded.like.shape, loaded.like.spacing
-    for note in getattr(loaded.like, "notes", ()): check.add("", note, fatal=False)
+    for note in getattr(loaded.like, "notes", ()): check.say("", note, fatal=False)
     unknown = int((~known_depth(loaded.depth)).sum()) if depth else 0
     if unknown:
         text = f"{unknown:,} of {loaded.depth.size:,} values are unknown (0, negative or NaN)"
-        check.add("depth", text, fatal=False)
+        check.say("depth", text, fatal=False)
 
 # %% ../../nbs/data/09_pairs.ipynb #465e2d15
 def inspect_pair(
