@@ -29,11 +29,11 @@ class Live:
         trainer,  # a Trainer; it stays its owner's
     ): self.trainer, self.recipe = trainer, trainer.recipe
 
-    def version(self): "What changes when the weights do."; return self.trainer.number
+    def version(self): "What changes when the weights do."; return self.trainer.iteration
 
     def model(self):
         "(model in evaluation mode, number of its step)"
-        return self.trainer.snapshot(), self.trainer.number
+        return self.trainer.snapshot(), self.trainer.iteration
 
     def close(self): "The trainer is somebody else's."
 
