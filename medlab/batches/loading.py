@@ -42,7 +42,8 @@ def not_finite(
 
 # %% ../../nbs/batches/01_loading.ipynb #89ba3904
 class Guarded(Dataset):
-    "A dataset whose items are (sample, None, index) or (None, fault, index); an item's key is (index, seed), the seed None for what is not to be read."
+    """A dataset whose items are (sample, None, index) or (None, fault, index); an item's key is (index, seed), the
+    seed None for what is not to be read."""
 
     def __init__(self,
         dataset,  # `dataset[(index, seed)]` → dict with the key "case"; or a plain list of such
@@ -81,7 +82,8 @@ def _stacked(items):
     return {**stacked, **{k: [i[k] for i in items] for k in host}}
 
 # %% ../../nbs/batches/01_loading.ipynb #11acd2f9
-def _form(item): return ", ".join(f"{k} {tuple(v.shape) if torch.is_tensor(v) else type(v).__name__}" for k, v in item.items())
+def _form(item):
+    return ", ".join(f"{k} {tuple(v.shape) if torch.is_tensor(v) else type(v).__name__}" for k, v in item.items())
 
 # %% ../../nbs/batches/01_loading.ipynb #ca4bdda2
 def _alike(loaded):

@@ -21,7 +21,8 @@ from .loading import collate
 def _begin(worker):
     "What a loading process does first."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with, args=(multiprocessing.parent_process(),), name="medlab-parent", daemon=True).start()
+    threading.Thread(target=_leave_with, args=(multiprocessing.parent_process(),), name="medlab-parent",
+        daemon=True).start()
 
 
 def _leave_with(parent):
@@ -29,9 +30,9 @@ def _leave_with(parent):
     os._exit(1)
 
 # %% ../../nbs/batches/02_processes.ipynb #206d1ca4
-UNBORN = ("Its own words are on standard error. What another process must find has to be imported: move classes of a notebook "
-    "or of a script into a module; a script that starts training needs `if __name__ == '__main__':` around what it does. "
-    "workers=0 loads without processes")
+UNBORN = ("Its own words are on standard error. What another process must find has to be imported: move classes of a "
+    "notebook or of a script into a module; a script that starts training needs `if __name__ == '__main__':` around "
+    "what it does. workers=0 loads without processes")
 
 
 def refuse_child():
@@ -65,7 +66,8 @@ TURN = 2.0  # s between two looks
 def within(
     batches,  # iterator of a DataLoader
     seconds:float,  # None: as long as it takes
-    turn=lambda waited: None,  # called with the seconds that were waited so far, every `TURN`; what it raises ends the waiting
+    # called with the seconds that were waited so far, every `TURN`; what it raises ends the waiting
+    turn=lambda waited: None,
 ):
     "The next batch; raises torch's `RuntimeError` where no worker gives anything for so long."
     start, seconds = time.monotonic(), seconds or math.inf

@@ -18,7 +18,6 @@ from ..contracts.state import KnobBinding
 from ..core import RunFailed
 from .oom import Shortage, clear_frames, is_oom, smaller, used
 from .usage import Memory
-from ..parallel.replicas import OneProcess
 
 # %% ../../nbs/memory/02_retry.ipynb #55d0f15b
 class MicroBatchSize:
@@ -26,7 +25,8 @@ class MicroBatchSize:
 
     def __init__(self, asked=None):
         self.asked, self.own = asked, asked  # samples, None: as loaded
-        self.since, self.failed, self.trial = 0, 0, False  # optimizer step of the last change; trials that failed; whether one is going on
+        # optimizer step of the last change; trials that failed; whether one is going on
+        self.since, self.failed, self.trial = 0, 0, False
 
 # %% ../../nbs/memory/02_retry.ipynb #61d53fde
 @patch
@@ -61,7 +61,8 @@ def state_dict(self:MicroBatchSize) -> dict: "What a checkpoint holds of it."; r
 def load_state_dict(self:MicroBatchSize, state): "Take up a state."; vars(self).update(state)
 
 # %% ../../nbs/memory/02_retry.ipynb #3ff73f72
-RATES = "dropout", "dropout_rate", "drop_prob"  # numbers by which attention, recurrent layers and stochastic depth know their dropout
+# numbers by which attention, recurrent layers and stochastic depth know their dropout
+RATES = "dropout", "dropout_rate", "drop_prob"
 
 
 def _drops(m):
@@ -86,7 +87,8 @@ def shortage_of(
     where:str,  # such as "forward" or "data"
     memory:Memory,
 ) -> Shortage:
-    "An account of memory that ran out, with the frames of its exception let go of; `release` it outside of the `except` block."
+    """An account of memory that ran out, with the frames of its exception let go of; `release` it outside of the
+    `except` block."""
     text = " ".join(str(error).split())[:200] or type(error).__name__
     found = Shortage(text, type(error).__name__, where, used(memory))
     clear_frames(error)
@@ -99,7 +101,9 @@ HALF_DONE = "the optimizer had begun, and what it moved cannot be taken back"
 class MustGoBack(Exception):
     "A step was interrupted within the optimizer; the run must go back to a checkpoint."
 
-    def __init__(self, shortage:Shortage, tries:int): super().__init__(str(shortage)); self.shortage, self.tries = shortage, tries
+    def __init__(self, shortage:Shortage, tries:int):
+        super().__init__(str(shortage))
+        self.shortage, self.tries = shortage, tries
 
 # %% ../../nbs/memory/02_retry.ipynb #7199879f
 class OOMRetry:
@@ -115,11 +119,14 @@ class OOMRetry:
         above_target=lambda: "",  # half a sentence where more is held after a cleanup than is aimed at
     ):
         self.step, self.memory, self.knobs = step, memory, knobs
-        self.resize, self.report, self.batch, self.above_target = resize, report, batch, above_target
+        self.resize, self.report = resize, report
+        self.batch, self.above_target = batch, above_target
         self.size, self.used = MicroBatchSize(knobs.micro_batch), None  # the size in the last attempt
         self.attempted = 0  # attempts of steps in all
-        self.tries, self.furthest, self.alone = 0, 0, False  # of the step that fails; whether one sample was tried twice
-        self.shortage, self.peer_torn = None, False  # of the last attempt; whether another replica had begun its optimizer
+        # of the step that fails; whether one sample was tried twice
+        self.tries, self.furthest, self.alone = 0, 0, False
+        # of the last attempt; whether another replica had begun its optimizer
+        self.shortage, self.peer_torn = None, False
         self.parted = False  # whether other replicas have stopped
 
 # %% ../../nbs/memory/02_retry.ipynb #8693aad0
@@ -200,17 +207,19 @@ def _shrink(self:OOMRetry, iteration, batch, shortage):
 @patch
 def _tell(self:OOMRetry, iteration, batch, shortage, before, after):
     other = "" if self.alone else differs(self.step.model, after)
-    text = (f"step {iteration}: {shortage}; the same {batch.size} samples are tried again in micro-batches of {after or before}, "
-        f"before {before}{other}{self.above_target()}")
-    self.report("out_of_memory", text, "warning", iteration, where=shortage.where, error=shortage.kind, attempt=self.tries,
+    text = (f"step {iteration}: {shortage}; the same {batch.size} samples are tried again in micro-batches of "
+        f"{after or before}, before {before}{other}{self.above_target()}")
+    self.report("out_of_memory", text, "warning", iteration, where=shortage.where, error=shortage.kind,
+        attempt=self.tries,
         samples=batch.size, before=before, after=after or before, held_gb=shortage.held, freed_gb=shortage.freed)
 
 # %% ../../nbs/memory/02_retry.ipynb #662c8021
 @patch
 def _diagnosis(self:OOMRetry, iteration, shortage, largest, most):
-    return (f"step {iteration}: {shortage}, with {largest} sample{'s' * (largest != 1)} in a micro-batch, after {self.tries - 1} of "
-        f"{most} retries (the knob oom_retries). What saves memory: a smaller crop, precision bf16, activation checkpointing, a "
-        "smaller network; or whatever else holds memory on this device")
+    return (f"step {iteration}: {shortage}, with {largest} sample{'s' * (largest != 1)} in a micro-batch, after "
+        f"{self.tries - 1} of "
+        f"{most} retries (the knob oom_retries). What saves memory: a smaller crop, precision bf16, activation "
+        "checkpointing, a smaller network; or whatever else holds memory on this device")
 
 # %% ../../nbs/memory/02_retry.ipynb #6a519f96
 @patch
@@ -233,4 +242,6 @@ def state_dict(self:OOMRetry) -> dict: "What a checkpoint holds of it."; return 
 
 
 @patch
-def load_state_dict(self:OOMRetry, state): "Take up a state."; self.size.load_state_dict(state or vars(MicroBatchSize(self.knobs.micro_batch)))
+def load_state_dict(self:OOMRetry, state):
+    "Take up a state."
+    self.size.load_state_dict(state or vars(MicroBatchSize(self.knobs.micro_batch)))

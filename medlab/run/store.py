@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from fastcore.basics import patch
 
-from .columns import BLOCK, BUCKET, Frame, sound
+from .columns import Frame, sound
 from .watch import DataVersion
 
 # %% ../../nbs/run/02_store.ipynb #abd664a8

@@ -31,16 +31,16 @@ def stored_meta(
     exists = (path / "run.db").exists()
     if resume and not exists: raise UserError(_missing(path))
     if exists and not resume:
-        raise UserError(f"{str(path)!r} holds a run already; go on with it (Trainer.open, medlab train --resume) or choose "
-            "another directory")
+        raise UserError(f"{str(path)!r} holds a run already; go on with it (Trainer.open, medlab train --resume) or "
+            "choose another directory")
     return Run(path).meta if exists else {}
 
 # %% ../../nbs/run/14_writer.ipynb #52068cc1
 def _missing(path):
     left = sorted((path / "checkpoints").glob("*.pt"))
     if not left: return f"{str(path)!r} holds no run to go on with; Run.list(root) shows those there are"
-    return (f"{str(path)!r} has lost its run.db, in which stands what its {len(left)} checkpoints belong to; bring it back. Their "
-        f"weights can be read all the same: torch.load({left[-1].name!r}, weights_only=True)['model']")
+    return (f"{str(path)!r} has lost its run.db, in which stands what its {len(left)} checkpoints belong to; bring it "
+        f"back. Their weights can be read all the same: torch.load({left[-1].name!r}, weights_only=True)['model']")
 
 # %% ../../nbs/run/14_writer.ipynb #95c48a4a
 class RunWriter:
@@ -52,7 +52,8 @@ class RunWriter:
         store:Store,
         loggers=(),  # of `MetricsLogger`
     ):
-        self.path, self.held, self.store, self.run = Path(path), held, store, Run(path)
+        self.path, self.held = Path(path), held
+        self.store, self.run = store, Run(path)
         self.where = lambda: 0  # function that tells the iteration of events which name none
         self.loggers = SafeLoggers(loggers, lambda name, text: self.event("logger", f"{name}: {text}", "warning"))
         store.on_rows = self.loggers.log_rows
@@ -68,7 +69,8 @@ def _claimed(path, new):
     except BaseException as e:
         if held: held.release()
         if not isinstance(e, (OSError, sqlite3.Error)): raise
-        raise UserError(f"the run directory {str(path)!r} cannot be written: {getattr(e, 'strerror', None) or e}; choose another") from e
+        raise UserError(f"the run directory {str(path)!r} cannot be written: {getattr(e, 'strerror', None) or e}; "
+            "choose another") from e
 
 # %% ../../nbs/run/14_writer.ipynb #8e8efdd3
 @patch(cls_method=True)
@@ -77,7 +79,8 @@ def claim(cls:RunWriter,
     new:bool,  # whether no run may lie there
     loggers=(),  # of `MetricsLogger`
 ) -> RunWriter:
-    "Take a run directory. Raises `UserError` where a live trainer holds it, it cannot be written, or a run came into it meanwhile."
+    """Take a run directory. Raises `UserError` where a live trainer holds it, it cannot be written, or a run came into
+    it meanwhile."""
     held, store = _claimed(Path(path), new)
     return cls(path, held, store, loggers)
 
@@ -108,7 +111,8 @@ def open_segment(self:RunWriter,
     info:dict,  # device, versions, process
 ):
     "Begin a segment."
-    self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", iteration, time.time(),
+    self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", iteration,
+        time.time(),
         json.dumps(info)).result()
 
 # %% ../../nbs/run/14_writer.ipynb #54ca0324
@@ -118,11 +122,14 @@ def set_state(self:RunWriter,
 ):
     "Store the state of the run; where the disk is full it is stored once there is room, and a warning says so."
     if error := self.store.set_meta(state=state).exception():
-        warnings.warn(f"{self.path}: the state {state!r} of the run could not be written yet: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{self.path}: the state {state!r} of the run could not be written yet: {error}", RuntimeWarning,
+            stacklevel=2)
 
 # %% ../../nbs/run/14_writer.ipynb #027a282b
 @patch
-def set_meta(self:RunWriter, **values): "Store named values that describe the run."; return self.store.set_meta(**values)
+def set_meta(self:RunWriter, **values):
+    "Store named values that describe the run."
+    return self.store.set_meta(**values)
 
 # %% ../../nbs/run/14_writer.ipynb #4cbbe118
 @patch

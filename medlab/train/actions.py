@@ -8,6 +8,8 @@ __all__ = ['Actions']
 # %% ../../nbs/train/04_actions.ipynb #cbda7a0e
 from functools import singledispatchmethod
 
+from fastcore.basics import patch
+
 from ..contracts.listener import Quarantine, ResetScale, RollBack, SetKnobs, Stop
 from ..core import RunFailed
 
@@ -22,32 +24,40 @@ class Actions:
         writer,  # `RunWriter`
         quarantine,  # `Quarantine`
     ):
-        self.ask, self.scaler, self.restore, self.writer, self.quarantine = ask, scaler, restore, writer, quarantine
-
-    def carry_out(self, actions):
-        "Carry out actions in their order; raises `RunFailed` for `Stop`."
-        for action in actions:
-            self.do(action)
-            if action.notice: self.writer.notice(action.notice)
+        self.ask, self.scaler, self.restore = ask, scaler, restore
+        self.writer, self.quarantine = writer, quarantine
 
     @singledispatchmethod
     def do(self, action):
         "Carry out one action."
         raise TypeError(f"{action!r} is no action; a listener returns those of medlab.contracts.listener, or None")
 
-    @do.register
-    def _(self, action:SetKnobs): self.ask(source=action.source, **action.values)
+# %% ../../nbs/train/04_actions.ipynb #87f0b7c1
+@patch
+def carry_out(self:Actions, actions):
+    "Carry out actions in their order; raises `RunFailed` for `Stop`."
+    for action in actions:
+        self.do(action)
+        if action.notice: self.writer.notice(action.notice)
 
-    @do.register
-    def _(self, action:ResetScale): self.scaler.update(new_scale=action.scale)
+# %% ../../nbs/train/04_actions.ipynb #558b6358
+@Actions.do.register
+def _(self, action:SetKnobs): self.ask(source=action.source, **action.values)
 
-    @do.register
-    def _(self, action:RollBack): self.restore(action.step, action.samples_seen)
 
-    @do.register
-    def _(self, action:Quarantine):
-        self.quarantine.cases.out.setdefault(action.case, action.reason)
-        self.writer.set_meta(quarantined=dict(self.quarantine.cases.out))
+@Actions.do.register
+def _(self, action:ResetScale): self.scaler.update(new_scale=action.scale)
 
-    @do.register
-    def _(self, action:Stop): raise RunFailed(action.reason)
+
+@Actions.do.register
+def _(self, action:RollBack): self.restore(action.step, action.samples_seen)
+
+# %% ../../nbs/train/04_actions.ipynb #63509a67
+@Actions.do.register
+def _(self, action:Quarantine):
+    self.quarantine.cases.out.setdefault(action.case, action.reason)
+    self.writer.set_meta(quarantined=dict(self.quarantine.cases.out))
+
+
+@Actions.do.register
+def _(self, action:Stop): raise RunFailed(action.reason)

@@ -40,9 +40,9 @@ def recompute(
     "Bring the knob `activation_checkpointing` into a network; raises `UserError` where there is nothing to switch."
     if read_checkpointing(model) == on or set_checkpointing(model, on): return
     raise UserError(f"{type(model).__name__} has no block whose activations could be computed again; leave "
-        "activation_checkpointing off, call the classes of its blocks …Block (ResBlock, ConvBlock, TransformerBlock), give it an "
-        "attribute `checkpointing` that it obeys, or name them in build_model: set_checkpointing(model, True, blocks=(Block,)) "
-        "of medlab.memory.savings")
+        "activation_checkpointing off, call the classes of its blocks …Block (ResBlock, ConvBlock, TransformerBlock), "
+        "give it an attribute `checkpointing` that it obeys, or name them in build_model: set_checkpointing(model, "
+        "True, blocks=(Block,)) of medlab.memory.savings")
 
 # %% ../../nbs/train/06_bindings.ipynb #978434fb
 def outer_bindings(
@@ -53,6 +53,7 @@ def outer_bindings(
 ) -> dict:  # knob → `KnobBinding`
     "The bindings of knobs that live in the optimizer, the network, and what the recipe uses."
     def own(knob):
+        "The binding of a recipe's own knob."
         return KnobBinding(lambda value, source: recipe.apply(knob, value, model),
             lambda: recipe.read(knob, model, getattr(knobs, knob)))
 

@@ -32,8 +32,10 @@ class Loop:
         between,  # `Between`: what may happen between two steps
         go_back,  # function (iteration, `MustGoBack`) for a step that only a checkpoint can mend
     ):
-        self.progress, self.batches, self.step, self.retry = progress, batches, step, retry
-        self.listeners, self.actions, self.between, self.go_back = listeners, actions, between, go_back
+        self.progress, self.batches = progress, batches
+        self.step, self.retry = step, retry
+        self.listeners, self.actions = listeners, actions
+        self.between, self.go_back = between, go_back
         self.lock, self.waiting = threading.RLock(), {}  # held while weights move; iteration → batch
 
 # %% ../../nbs/train/05_loop.ipynb #bfc9963c
@@ -99,7 +101,8 @@ class Between:
         writer,  # `RunWriter`
         commands:dict,  # name → function
     ):
-        self.worker, self.mailbox, self.controls, self.progress = worker, mailbox, controls, progress
+        self.worker, self.mailbox = worker, mailbox
+        self.controls, self.progress = controls, progress
         self.writer, self.commands = writer, commands
         self.flush = lambda: None  # that delivers every step made so far
         self.heard = set()  # commands whose event was written
@@ -170,8 +173,8 @@ def no_batch(self:Between,
     if self.worker.stopping.is_set(): raise Halted
     if seconds < PATIENCE or self.slow == self.progress.iteration: return
     self.slow = self.progress.iteration
-    self.writer.event("data_stall", f"step {self.slow + 1}: no batch has come for {seconds:.0f} s, so its samples are read slowly, or a "
-        "loading process hangs; the knob worker_timeout ends such", "warning", self.slow + 1)
+    self.writer.event("data_stall", f"step {self.slow + 1}: no batch has come for {seconds:.0f} s, so its samples are "
+        "read slowly, or a loading process hangs; the knob worker_timeout ends such", "warning", self.slow + 1)
 
 # %% ../../nbs/train/05_loop.ipynb #1e751906
 def recover(
@@ -186,6 +189,7 @@ def recover(
     s, text = torn.shortage, f"step {iteration}: {torn.shortage}; {HALF_DONE}"
     if not kept: raise RunFailed(f"{text}, and no checkpoint was written yet; start anew", whole=False)
     if torn.tries > retries: raise RunFailed(f"{text}; it happened {torn.tries} times", whole=False)
-    report("out_of_memory", f"{text}; the run goes back to its newest checkpoint", "error", iteration, where=s.where, error=s.kind,
+    report("out_of_memory", f"{text}; the run goes back to its newest checkpoint", "error", iteration, where=s.where,
+        error=s.kind,
         attempt=torn.tries, held_gb=s.held, freed_gb=s.freed)
     restore()

@@ -10,6 +10,7 @@ import numbers
 import time
 from dataclasses import dataclass
 
+from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from ..core import UserError
@@ -33,14 +34,17 @@ def last_step(
 ) -> int:
     "The number of the last step to make; raises `UserError` for anything but one of the two, an integer ≥ 1."
     if (steps is None) == (until is None):
-        raise UserError("say how long to train: steps=200 for so many more, or until=1000 for the number of the last one")
+        raise UserError("say how long to train: steps=200 for so many more, or until=1000 for the number of the last "
+            "one")
     name, wanted = ("until", until) if steps is None else ("steps", steps)
-    if not isinstance(wanted, numbers.Integral) or wanted < 1: raise UserError(f"{name}={wanted!r} must be an integer ≥ 1")
+    if not isinstance(wanted, numbers.Integral) or wanted < 1:
+        raise UserError(f"{name}={wanted!r} must be an integer ≥ 1")
     return int(wanted) + (iteration if steps is not None else 0)
 
 # %% ../../nbs/train/00_progress.ipynb #c0f4546a
 class Bar:
-    "Progress with loss, lr, target, step, mem_gb and step_time: a bar, or a line now and then where there is no terminal."
+    """Progress with loss, lr, target, step, mem_gb and step_time: a bar, or a line now and then where there is no
+    terminal."""
 
     def __init__(self,
         total:int,  # number of the last step
@@ -52,25 +56,34 @@ class Bar:
         self.every = 0.1 if show is True else 5.0  # s
         self.due, self.began = 0.0, time.perf_counter()
 
-    def wants(self, iteration) -> bool:
-        "Whether it is time to draw."
-        return bool(self.show) and (time.perf_counter() >= self.due or iteration >= self.total)
+# %% ../../nbs/train/00_progress.ipynb #0706a394
+@patch
+def wants(self:Bar, iteration) -> bool:
+    "Whether it is time to draw."
+    return bool(self.show) and (time.perf_counter() >= self.due or iteration >= self.total)
 
-    def update(self, iteration, **fields):
-        "Draw the fields."
-        self.due = time.perf_counter() + self.every
-        text = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in fields.items()}
-        if not self.bar: return self._line(iteration, text)
-        self.bar.n = iteration
-        self.bar.set_postfix(text)
+# %% ../../nbs/train/00_progress.ipynb #f83ca805
+@patch
+def update(self:Bar, iteration, **fields):
+    "Draw the fields."
+    self.due = time.perf_counter() + self.every
+    text = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in fields.items()}
+    if not self.bar: return self._line(iteration, text)
+    self.bar.n = iteration
+    self.bar.set_postfix(text)
 
-    def _line(self, iteration, text):
-        left = (time.perf_counter() - self.began) / max(1, iteration - self.done) * (self.total - iteration)
-        print(f"{iteration}/{self.total} " + " ".join(f"{k}={v}" for k, v in text.items()) + f" left={left:.0f}s", flush=True)
+# %% ../../nbs/train/00_progress.ipynb #d61a0a56
+@patch
+def _line(self:Bar, iteration, text):
+    left = (time.perf_counter() - self.began) / max(1, iteration - self.done) * (self.total - iteration)
+    print(f"{iteration}/{self.total} " + " ".join(f"{k}={v}" for k, v in text.items()) + f" left={left:.0f}s",
+        flush=True)
 
-    def close(self, iteration):
-        "Draw the last state."
-        if not self.bar: return
-        self.bar.n = iteration
-        self.bar.refresh()
-        self.bar.close()
+# %% ../../nbs/train/00_progress.ipynb #2930a3f7
+@patch
+def close(self:Bar, iteration):
+    "Draw the last state."
+    if not self.bar: return
+    self.bar.n = iteration
+    self.bar.refresh()
+    self.bar.close()

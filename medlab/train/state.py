@@ -50,7 +50,8 @@ def build_optimizer(
     lr:float,
     device:torch.device,
 ) -> torch.optim.Optimizer:
-    "The optimizer over the parameters that require gradients. Raises `UserError` where there is none, or where it holds others."
+    """The optimizer over the parameters that require gradients. Raises `UserError` where there is none, or where it
+    holds others."""
     kw = dict(lr=lr)
     if "fused" in inspect.signature(recipe.optimizer_class()).parameters:
         kw |= dict(fused=True, lr=torch.tensor(lr, device=device) if device.type == "cuda" else lr)
@@ -59,8 +60,8 @@ def build_optimizer(
     optimizer = recipe.build_optimizer(trained, **kw)
     frozen = sum(not p.requires_grad for g in optimizer.param_groups for p in g["params"])
     if frozen:
-        raise UserError(f"the optimizer holds {frozen} tensors that require no gradient; build_optimizer must use the parameters "
-            "it is given")
+        raise UserError(f"the optimizer holds {frozen} tensors that require no gradient; build_optimizer must use the "
+            "parameters it is given")
     return optimizer
 
 # %% ../../nbs/train/03_state.ipynb #b552df93
@@ -95,11 +96,12 @@ class OptimizerState:
 
     def check(self, state):
         "Raise `UserError` for another optimizer's state."
-        own, theirs = (o["param_groups"][0].keys() if o["param_groups"] else () for o in (self.optimizer.state_dict(), state))
+        own, theirs = (o["param_groups"][0].keys() if o["param_groups"] else ()
+            for o in (self.optimizer.state_dict(), state))
         if own == theirs: return
-        raise UserError(f"the checkpoint is of another optimizer than {type(self.optimizer).__name__}: it has the settings "
-            f"{', '.join(sorted(theirs))}, and not {', '.join(sorted({*own} - {*theirs})) or 'others'}; take the optimizer that "
-            "the run began with")
+        raise UserError(f"the checkpoint is of another optimizer than {type(self.optimizer).__name__}: it has the "
+            f"settings {', '.join(sorted(theirs))}, and not {', '.join(sorted({*own} - {*theirs})) or 'others'}; take "
+            "the optimizer that the run began with")
 
 # %% ../../nbs/train/03_state.ipynb #0c59657f
 class KnobState:
@@ -142,7 +144,8 @@ def load_state_dict(self:RunState,
     for name, part in self.parts.items():
         if hasattr(part, "check"): part.check(state[name])
     if state["seed"] != self.seed:
-        raise UserError(f"the run has seed {state['seed']}, the recipe {self.seed}; order and noise follow from it, so take the run's")
+        raise UserError(f"the run has seed {state['seed']}, the recipe {self.seed}; order and noise follow from it, "
+            "so take the run's")
     for name, part in self.parts.items():
         if not (back and name in LEARNED): part.load_state_dict(state.get(name))
 
@@ -165,8 +168,10 @@ def upgraded(
     "A checkpoint's state under today's names."
     if state["format"] == FORMAT: return state
     s = state
-    step = dict(optimizer_step=s["taken"], consecutive_skips=s["skips"], audited=s["audited"], scaler=s["scaler"], ema=s["average"])
-    return dict(format=FORMAT, seed=s["seed"], model=s["model"], optimizer=s["optimizer"], knobs=current(s["knobs"]), step=step,
+    step = dict(optimizer_step=s["taken"], consecutive_skips=s["skips"], audited=s["audited"], scaler=s["scaler"],
+        ema=s["average"])
+    return dict(format=FORMAT, seed=s["seed"], model=s["model"], optimizer=s["optimizer"], knobs=current(s["knobs"]),
+        step=step,
         progress=dict(iteration=s["number"]), schedule=dict(anchor=s["anchor"]), batches=dict(samples_seen=s["cursor"]),
         retry=s.get("recovery"), quarantine=_quarantine(s.get("feed"), s.get("guards")), escalation=s.get("guards"))
 
@@ -176,7 +181,8 @@ def environment(
     threads:int,
 ) -> dict:
     "What a segment of a run is computed with."
-    return dict(medlab=medlab.__version__, torch=torch.__version__, python=platform.python_version(), device=str(device),
+    return dict(medlab=medlab.__version__, torch=torch.__version__, python=platform.python_version(),
+        device=str(device),
         threads=threads, pid=os.getpid(), host=socket.gethostname())
 
 # %% ../../nbs/train/03_state.ipynb #92e29ed9
@@ -187,11 +193,12 @@ def recipe_of(
     "The recipe of a run. Raises `UserError` where it is not one of medlab's, or of a module that is trusted."
     stored = Run(path).meta.get("recipe")
     if not stored:
-        raise UserError(f"{str(path)!r} holds no run yet: its process died before the first step; remove it, or train into "
-            "another directory")
+        raise UserError(f"{str(path)!r} holds no run yet: its process died before the first step; remove it, or train "
+            "into another directory")
     module, name, config = stored
     if not module.startswith("medlab.recipes.") and module not in trust:
-        raise UserError(f"the run's recipe {name} is not one of medlab's; build it and use Trainer(recipe, run, resume=True)")
+        raise UserError(f"the run's recipe {name} is not one of medlab's; build it and use Trainer(recipe, run, "
+            "resume=True)")
     return getattr(importlib.import_module(module), name)(**config)
 
 # %% ../../nbs/train/03_state.ipynb #72a42c48

@@ -6,8 +6,6 @@
 __all__ = ['CLOCK', 'Telemetry']
 
 # %% ../../nbs/train/02_telemetry.ipynb #d6b8d0a3
-import time
-
 from fastcore.basics import patch
 
 from ..contracts.result import metrics_of
@@ -16,7 +14,8 @@ from ..run.writer import RunWriter
 from .progress import Bar, Progress
 
 # %% ../../nbs/train/02_telemetry.ipynb #ee918f6d
-CLOCK = ("step_time", "data_time", "forward_time", "backward_time", "update_time", "mem_gb", "samples_per_s", "consumed",
+CLOCK = ("step_time", "data_time", "forward_time", "backward_time", "update_time", "mem_gb", "samples_per_s",
+    "consumed",
     "epoch", "taken", "skips", "elapsed", "attempted")  # s; GB; counts
 
 
@@ -30,7 +29,8 @@ class Telemetry:
         epoch:int,  # samples in the dataset
         attempted=lambda: 0,  # attempts of steps so far
     ):
-        self.writer, self.progress, self.memory, self.epoch, self.attempted = writer, progress, memory, epoch, attempted
+        self.writer, self.progress, self.memory = writer, progress, memory
+        self.epoch, self.attempted = epoch, attempted
         self.bar, self.last = Bar(0, 0, False), {}  # metrics of the last step, by name
         self.new_segment()
 
@@ -53,8 +53,10 @@ def put(self:Telemetry,
 @patch
 def _clock(self:Telemetry, r, batch):
     now, spent, m = r.ended, r.ended - batch.began, self.memory
-    row = (spent, batch.loaded - batch.began, r.forward_time, r.backward_time, r.update_time, m.host, batch.size / spent,
-        batch.samples_seen, batch.samples_seen / self.epoch, r.optimizer_step, r.consecutive_skips, now - self.progress.began,
+    row = (spent, batch.loaded - batch.began, r.forward_time, r.backward_time, r.update_time, m.host,
+        batch.size / spent,
+        batch.samples_seen, batch.samples_seen / self.epoch, r.optimizer_step, r.consecutive_skips,
+        now - self.progress.began,
         self.attempted())
     names, row = (CLOCK, row) if m.gpu is None else ((*CLOCK, "gpu_gb"), (*row, m.gpu))
     if names not in self.frames: self.frames[names] = self.writer.store.frame(*names)
@@ -80,7 +82,9 @@ def _fault(self:Telemetry, iteration, f):
 # %% ../../nbs/train/02_telemetry.ipynb #dc0bc2d9
 @patch
 def _draw(self:Telemetry, r, batch):
-    label = batch.micro_batches[-1].get("target") if batch.micro_batches else None  # what is made, where the recipe names it
+    # what is made, where the recipe names it
+    label = batch.micro_batches[-1].get("target") if batch.micro_batches else None
     row = {"skips_in_a_row": r.consecutive_skips} if r.consecutive_skips else {}
-    self.bar.update(r.iteration, loss=self.last.get("loss"), lr=self.last.get("lr"), target=label[0] if isinstance(label, list) else "–",
+    self.bar.update(r.iteration, loss=self.last.get("loss"), lr=self.last.get("lr"),
+        target=label[0] if isinstance(label, list) else "–",
         step=r.iteration, mem_gb=self.memory.host, step_time=r.ended - batch.began, **row)
