@@ -62,7 +62,7 @@ class RunController:
     @property
     def own(self):
         "The trainer of this kernel; None once it was closed, or handed over to a process."
-        return None if self._trainer is None or self._trainer.store.closed else self._trainer
+        return None if self._trainer is None or self._trainer.writer.store.closed else self._trainer
 
 # %% ../../nbs/widgets/09_controller.ipynb #325c3e93
 @patch
@@ -235,8 +235,8 @@ def troubles(
     m, own, state = controller.monitor, controller.own, controller.state
     out = []
     if m.fault: out.append(_item("read", "The run directory cannot be read", _cannot_read(controller)))
-    if own and own.store.fault:
-        text = _cannot_write(own.store.fault, state in LIVE)
+    if own and own.writer.store.fault:
+        text = _cannot_write(own.writer.store.fault, state in LIVE)
         out.append(_item("store", "The run's database cannot be written", text, "error"))
     if state == "failed" and (error := training_error(m, own)): out.append(error)
     if state == "killed": out.append(_item("killed", "The process ended without a word", _killed(m.path)))

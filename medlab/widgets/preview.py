@@ -65,7 +65,7 @@ def weights_of(
 ):  # Live or Saved
     "Where to take weights from; raises `UserError` where the recipe is not known here."
     path, = run_paths(run)
-    return Live(run) if hasattr(run, "snapshot") and not run.store.closed else Saved(path, device)
+    return Live(run) if hasattr(run, "snapshot") and not run.writer.store.closed else Saved(path, device)
 
 # %% ../../nbs/widgets/12_preview.ipynb #dab4a5a4
 def _controls():
