@@ -14,7 +14,8 @@ FINE = 0  # the step can be finished
 RETRY = 1  # it is made again in smaller parts
 BACK = 2  # all go back to a checkpoint
 STOP = 3  # training ends
-MEANING = {RETRY: "had too little memory", BACK: "was interrupted within the optimizer", STOP: "stopped training; its own log says why"}
+MEANING = {RETRY: "had too little memory", BACK: "was interrupted within the optimizer",
+    STOP: "stopped training; its own log says why"}
 
 
 class PeerFault(RuntimeError):

@@ -29,7 +29,7 @@ class StepResult:
     optimizer_step:int  # steps taken so far, this one included if it was
     consecutive_skips:int = 0  # skipped steps in a row up to this one; 0: it was taken
     skipped:bool = False
-    loss_terms:dict = field(default_factory=dict)  # name → mean over the samples, "loss" first; None where no sample was left
+    loss_terms:dict = field(default_factory=dict)  # name → mean over the samples, "loss" first; None: no sample is left
     lr:float = None  # learning rate; None where no sample was left
     grad_norm:float = None  # before clipping, after unscaling; None where there was no gradient to look at
     clip:float = None  # factor by which the gradient was scaled, in (0, 1]

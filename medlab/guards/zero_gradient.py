@@ -18,12 +18,13 @@ class ZeroGradientWatch:
         optimizer,  # whose groups are named
         report,  # function of an event: (kind, text, level, iteration, **data)
     ):
-        self.knobs, self.optimizer, self.report, self.in_row = knobs, optimizer, report, 0
+        self.knobs, self.optimizer, self.report = knobs, optimizer, report
+        self.in_row = 0  # steps with a gradient of zero, up to the last one
 
     def after_step(self, result, batch):
         "Count, and report once."
         self.in_row = self.in_row + 1 if result.grad_norm == 0 and not result.skipped else 0
         if not self.in_row or self.in_row != self.knobs.now.zero_alarm: return
-        self.report("no_gradient", f"step {result.iteration}: the gradient was exactly zero in {self.in_row} steps in a row, so "
-            f"nothing but weight decay moves the weights; {describe_groups(self.optimizer)}: check losses() for a weight of "
-            "zero, a mask that is empty, or values that saturate", "error", result.iteration)
+        self.report("no_gradient", f"step {result.iteration}: the gradient was exactly zero in {self.in_row} steps in "
+            f"a row, so nothing but weight decay moves the weights; {describe_groups(self.optimizer)}: check "
+            "losses() for a weight of zero, a mask that is empty, or values that saturate", "error", result.iteration)

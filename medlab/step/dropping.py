@@ -40,7 +40,7 @@ class Dropping:
 
     def __init__(self, step, look=None):
         self.step, self.second_look = step, SecondLook(look)
-        self.least = 1  # samples in a forward pass, as far as is known; more where a normalization over the batch has failed with fewer
+        self.least = 1  # samples that a forward pass needs; more where a normalization over the batch failed with fewer
 
 # %% ../../nbs/step/04_dropping.ipynb #3010dbd7
 @patch
@@ -84,12 +84,12 @@ def too_few(self:Dropping,
     batch:Batch,
     error:ValueError,  # of the forward pass
 ):
-    "Leave out a micro-batch that a normalization refuses. Raises `error` if it is another, and `UserError` where no sample was missing."
+    "Leave out a micro-batch refused by a normalization. Raises other `error`s; `UserError` if no sample was missing."
     if TOO_FEW not in str(error): raise error
     n, why = batch.size, str(error)
     if not self.step.audited and not t.dropped:
-        raise UserError(f"{n} sample{'s' * (n != 1)} in a micro-batch {'are' if n != 1 else 'is'} too few for the network's "
-            f"normalization ({why}); take a larger batch_size, micro_batch or crop, or GroupNorm")
+        raise UserError(f"{n} sample{'s' * (n != 1)} in a micro-batch {'are' if n != 1 else 'is'} too few for the "
+            f"network's normalization ({why}); take a larger batch_size, micro_batch or crop, or GroupNorm")
     t.dropped += n
     if "per channel" in why: self.least = max(self.least, n + 1)  # not so where a sample is too small by itself
     t.notice("drop", f"{', '.join(batch.names)} cannot be used alone: {why}", cases=[], batch=list(batch.names))

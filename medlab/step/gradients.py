@@ -53,7 +53,8 @@ def clip_limit(
     limit = math.inf if knobs.now.clip_norm is None else knobs.now.clip_norm
     if not knobs.now.clip_by_loss: return limit
     (high, strict), (low, middle) = LEVELS
-    if torch.is_tensor(loss): return torch.where(loss > high, strict, torch.where(loss > low, middle, 100.0)).clamp(max=limit)
+    if torch.is_tensor(loss):
+        return torch.where(loss > high, strict, torch.where(loss > low, middle, 100.0)).clamp(max=limit)
     return min(limit, strict if loss > high else middle if loss > low else 100.0)
 
 # %% ../../nbs/step/02_gradients.ipynb #ca4f43ba
@@ -71,7 +72,8 @@ def check_losses(
         raise UserError(f"losses()[{k!r}] is {what}; it must be a tensor with one value for each of the {n} samples, "
             "as after .mean(dim=(1, 2, 3, 4))")
     if not out["loss"].requires_grad:
-        raise UserError("losses()['loss'] does not depend on the model; check losses() for detach, no_grad or constants")
+        raise UserError("losses()['loss'] does not depend on the model; "
+            "check losses() for detach, no_grad or constants")
 
 # %% ../../nbs/step/02_gradients.ipynb #abc0fd5c
 LOWEST = 2.0**-128  # a loss scale whose inverse is infinite in float32
@@ -86,9 +88,10 @@ def cause(
     if not math.isfinite(loss): return f"the loss is {loss}, so the forward pass is at fault, which no scale can mend"
     if precision != "fp16": return f"the loss was {loss:.4g} and nothing was scaled"
     if scale <= LOWEST:
-        return (f"the loss is finite ({loss:.4g}), but the inverse of the loss scale {scale:.4g} is infinite, which a higher "
-            "scale mends (the knob scale_floor)")
-    return f"the loss is finite ({loss:.4g}), so the backward pass overflowed at scale {scale:g}, which a lower scale can mend"
+        return (f"the loss is finite ({loss:.4g}), but the inverse of the loss scale {scale:.4g} is infinite, "
+            "which a higher scale mends (the knob scale_floor)")
+    return (f"the loss is finite ({loss:.4g}), so the backward pass overflowed at scale {scale:g}, "
+        "which a lower scale can mend")
 
 # %% ../../nbs/step/02_gradients.ipynb #7303ae46
 def guilty(

@@ -36,7 +36,7 @@ def autocast(
     if precision == "fp32": return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
 
-# %% ../../nbs/step/05_step.ipynb #004e159e
+
 def precision_of(
     device:torch.device,
 ) -> str:  # "fp32", "bf16" or "fp16"
@@ -54,8 +54,7 @@ class Step:
         losses,  # function (model, batch) → {name: tensor (b,)}; "loss" is minimized
         knobs:Knobs,
         schedule,  # function from optimizer steps taken to the learning rate
-        seed:int=0,
-        device="cpu",
+        seed:int=0, device="cpu",
         init_scale:float=65536.0,  # loss scale at the start, for fp16
         replicas=None,  # `Replicas` to agree with; None: `OneProcess`
         decisions=None,  # class of the strategy; None: `HostDecisions`
@@ -66,10 +65,9 @@ class Step:
         self.device = torch.device(device)
         self.seed_base = derive_seed(seed, "step") >> 32 << 31
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=init_scale)
-        self.ema, self.audited = None, False
+        self.ema, self.audited, self.term_names = None, False, ("loss",)
         self.optimizer_step, self.consecutive_skips = 0, 0
         self.transaction, self.batch = Transaction(0, phase="after"), StepBatch()
-        self.term_names = ("loss",)
         self.watch()
         self.dropping = Dropping(self)
         self.decisions = (decisions or HostDecisions)(self)
@@ -82,11 +80,14 @@ def watch(self:Step):
     self.params = [p for _, p in self.named]
     self.buffers, self.micro_buffers = Buffers(self.model), Buffers(self.model)
     self.share, self.probing, self.observed = None, False, None
-    self.given_lr, self.saw_foreign_lr = None, False  # what the optimizer was given last; whether another value was seen
+    self.given_lr = None  # learning rate that the optimizer was given last
+    self.saw_foreign_lr = False  # whether another value was seen in it
 
-# %% ../../nbs/step/05_step.ipynb #cd3615bd
+
 @patch(as_prop=True)
-def iteration(self:Step) -> int: "Number of the step that is being made, or was made last."; return self.transaction.iteration
+def iteration(self:Step) -> int:
+    "Number of the step that is being made, or was made last."
+    return self.transaction.iteration
 
 
 @patch(as_prop=True)
@@ -98,7 +99,7 @@ def __call__(self:Step,
     iteration:int,  # number of the step, ≥ 1
     batch:StepBatch,
 ) -> StepResult:
-    "Make the step. Raises `UserError` where no parameter receives a gradient in the first one, or a batch is too small for the network."
+    "Make the step. Raises `UserError` in the first one where no gradient arrives or a batch is too small."
     t, self.batch = Transaction(iteration, batch.dropped), batch
     self.transaction = t
     if self.buffers.slots: self.buffers.save()
@@ -189,13 +190,14 @@ def _skip_empty(self:Step, t):
     self.buffers.restore()
     t.phase, t.lr, t.why = "after", None, "no good sample was left in the batch"
 
-# %% ../../nbs/step/05_step.ipynb #a65a885b
+
 @patch
 def _skip_detached(self:Step, t):
     self.buffers.restore()
-    t.phase, t.detached, t.grad_norm, t.why = "after", True, 0.0, no_gradient(self.optimizer)
+    t.phase, t.why = "after", no_gradient(self.optimizer)
+    t.detached, t.grad_norm = True, 0.0
 
-# %% ../../nbs/step/05_step.ipynb #b99041b3
+
 @patch
 def _audit(self:Step, t):
     "In the first step: name parameters that received no gradient."
@@ -211,10 +213,11 @@ def booked(self:Step, t) -> StepResult:
     else: self._note_skip(t)
     if t.samples: self.term_names = tuple(t.sums)
     terms = {k: t.sums[k] / t.samples if t.samples else None for k in self.term_names}
-    return StepResult(t.iteration, self.optimizer_step, self.consecutive_skips, t.why is not None, terms, t.lr, t.grad_norm, t.clip,
-        t.scale, t.samples, t.dropped, tuple(t.notices), t.detached, t.forward_time, t.backward_time, t.update_time, t.ended)
+    return StepResult(t.iteration, self.optimizer_step, self.consecutive_skips, t.why is not None, terms, t.lr,
+        t.grad_norm, t.clip, t.scale, t.samples, t.dropped, tuple(t.notices), t.detached, t.forward_time,
+        t.backward_time, t.update_time, t.ended)
 
-# %% ../../nbs/step/05_step.ipynb #2924b643
+
 @patch
 def _note_skip(self:Step, t):
     if t.detached and not self.consecutive_skips: t.notice("no_gradient", t.why, "error")
@@ -227,20 +230,21 @@ def _note_skip(self:Step, t):
 # %% ../../nbs/step/05_step.ipynb #057f469c
 @patch
 def undo(self:Step) -> bool:
-    "After a step that raised: take it back. False where the optimizer has moved something, or may have; then only a checkpoint helps."
+    "Take back a step that raised. False where the optimizer has moved something, or may have: a checkpoint is needed."
     t = self.transaction
     if t.phase == "after": return True
     for p in self.params: p.grad = None
     self.buffers.restore()
     for scaler in self.decisions.scalers:
-        if scaler._scale is not None: scaler.update(scaler.get_scale())  # forgets that gradients were unscaled; the scale stays
+        # the update forgets that gradients were unscaled; the scale stays
+        if scaler._scale is not None: scaler.update(scaler.get_scale())
     self.decisions.settle_all()
     return t.phase != "optimizer" or untouched(self.optimizer, self.optimizer_step)
 
-# %% ../../nbs/step/05_step.ipynb #0e033ceb
+
 @patch
 def settle(self:Step, force=False) -> list:
-    "Results whose values the host has read since the last call: at once on the CPU, once per logging interval, or when forced, on a GPU."
+    "Results read since the last call: at once on the CPU; on a GPU once per logging interval, or when forced."
     return self.decisions.settle(force)
 
 # %% ../../nbs/step/05_step.ipynb #4fd5674a
@@ -250,14 +254,14 @@ def averaged(self:Step) -> EMA:
     if self.ema is None: self.ema = EMA(self.model)
     return self.ema
 
-# %% ../../nbs/step/05_step.ipynb #97209bc9
+
 @patch
 def state_dict(self:Step) -> dict:
     "Counters, loss scaler, averaged weights, and the system's averages."
     return dict(optimizer_step=self.optimizer_step, consecutive_skips=self.consecutive_skips, audited=self.audited,
         scaler=self.scaler.state_dict(), ema=self.ema.shadow if self.ema else None, system=self.system.state_dict())
 
-# %% ../../nbs/step/05_step.ipynb #7c5b6800
+
 @patch
 def load_state_dict(self:Step, state):
     "Take up a state. Raises `UserError` where a frozen network is not the one of the run."
@@ -279,7 +283,7 @@ def bindings(self:Step) -> dict:
         precision=KnobBinding(read=lambda: self.observed),
         ema=KnobBinding(lambda value, source: self._drop_ema() if value is None else None, at_start=False))
 
-# %% ../../nbs/step/05_step.ipynb #56563520
+
 @patch
 def _read_lr(self:Step):
     group = self.optimizer.param_groups[0]  # another dictionary after a state was loaded
@@ -289,9 +293,11 @@ def _read_lr(self:Step):
 @patch
 def _drop_ema(self:Step): self.ema = None
 
-# %% ../../nbs/step/05_step.ipynb #ddc5457b
+
 @patch
-def probe(self:Step, on:bool): "Note the precision in force from the next forward pass on, or no longer."; self.probing = on
+def probe(self:Step, on:bool):
+    "Note the precision in force from the next forward pass on, or no longer."
+    self.probing = on
 
 # %% ../../nbs/step/05_step.ipynb #8cc61140
 @patch
@@ -307,8 +313,8 @@ def _agree(self:Step, t, expected):
     return met.samples
 
 # %% ../../nbs/step/05_step.ipynb #7d6fc820
-FOREIGN = ("somebody else has set the optimizer's learning rate to {found:.4g}; it is {lr:.4g} again, as the knob lr and its "
-    "schedule say. This is said once")
+FOREIGN = ("somebody else has set the optimizer's learning rate to {found:.4g}; it is {lr:.4g} again, as the knob lr "
+    "and its schedule say. This is said once")
 
 
 class HostDecisions:
@@ -372,7 +378,8 @@ def finish(self:HostDecisions, t, expected):
     grads = [p.grad for p in s.params if p.grad is not None]
     if t.samples != expected: torch._foreach_mul_(grads, expected / t.samples)
     t.grad_norm = quick_norm(grads)
-    if not math.isfinite(t.grad_norm): t.grad_norm, t.why = exact_norm((n, p.grad) for n, p in s.named if p.grad is not None)
+    if not math.isfinite(t.grad_norm):
+        t.grad_norm, t.why = exact_norm((n, p.grad) for n, p in s.named if p.grad is not None)
     loss = t.sums["loss"] / t.samples
     limit = clip_limit(s.knobs, loss)
     t.clip = limit / (t.grad_norm + 1e-6) if t.grad_norm > limit else 1.0
@@ -400,20 +407,20 @@ def _average(self:HostDecisions):
     if s.knobs.now.ema is not None: s.averaged().update(ema_weight(s.knobs.now.ema, s.optimizer_step))
     for a in s.system.averages.values(): a.update(1 - a.momentum(s.optimizer_step))
 
-# %% ../../nbs/step/05_step.ipynb #8b83e7b9
+
 @patch
 def book(self:HostDecisions, t):
     "The result, at once."
     self.ready.append(result := self.step.booked(t))
     return result
 
-# %% ../../nbs/step/05_step.ipynb #1ee23746
+
 @patch
 def settle(self:HostDecisions, force=False):
     "The results since the last call."
     ready, self.ready = self.ready, []
     return ready
 
-# %% ../../nbs/step/05_step.ipynb #5823628d
+
 @patch
 def settle_all(self:HostDecisions): "Read what waits on the device; here nothing does."

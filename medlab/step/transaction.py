@@ -6,11 +6,11 @@
 __all__ = ['Transaction', 'untouched']
 
 # %% ../../nbs/step/03_transaction.ipynb #0643c25d
-import contextlib
 import time
 from dataclasses import dataclass, field
 
 import torch
+from fastcore.basics import patch
 
 from ..contracts.result import Notice
 
@@ -39,16 +39,18 @@ class Transaction:
     update_time:float = 0.0  # s
     ended:float = field(default_factory=time.perf_counter)
 
-    def notice(self, kind, text, level="warning", **data):
-        "Note something that becomes an event if the step is booked."
-        self.notices.append(Notice(kind, f"step {self.iteration}: {text}", level, self.iteration, data))
+# %% ../../nbs/step/03_transaction.ipynb #a7c3e514
+@patch
+def notice(self:Transaction, kind, text, level="warning", **data):
+    "Note something that becomes an event if the step is booked."
+    self.notices.append(Notice(kind, f"step {self.iteration}: {text}", level, self.iteration, data))
 
 # %% ../../nbs/step/03_transaction.ipynb #3cdeaa17
 def untouched(
     optimizer:torch.optim.Optimizer,  # after its step raised
     taken:int,  # steps it had taken before, ≥ 0
 ) -> bool:  # False also where it cannot be told
-    "Whether no parameter has moved: every tensor's count is that of before. Moments that were made by half are removed."
+    "Whether no parameter has moved: every tensor's count is that of before. Moments made by half are removed."
     states = list(optimizer.state.values())
     clean = bool(states) and all("step" in s and float(s["step"]) == taken for s in states)
     if clean and taken == 0: optimizer.state.clear()
