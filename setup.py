@@ -1,4 +1,4 @@
-"""All package metadata lives in settings.ini; this file hands it to setuptools and puts the tutorials into the wheel."""
+"""All package metadata lives in settings.ini; this hands it to setuptools and puts the tutorials into the wheel."""
 import shlex
 import shutil
 from configparser import ConfigParser
@@ -40,10 +40,11 @@ class BuildWithTutorials(build_py):
 
     def run(self):
         if self.editable_mode: return super().run()
-        shutil.rmtree(Path(self.build_lib, lib), ignore_errors=True)  # modules of an earlier build would stay in the wheel
+        shutil.rmtree(Path(self.build_lib, lib), ignore_errors=True)  # an earlier build's modules would stay in it
         super().run()
         if not (source := here / tutorials).is_dir(): return
-        shutil.copytree(source, Path(self.build_lib, lib, "_tutorials"), ignore=shutil.ignore_patterns(".*", "_*", "runs"))
+        ignore = shutil.ignore_patterns(".*", "_*", "runs")
+        shutil.copytree(source, Path(self.build_lib, lib, "_tutorials"), ignore=ignore)
 
 
 class SourceWithSettings(sdist):

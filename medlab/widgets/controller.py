@@ -69,9 +69,9 @@ class RunController:
 def look(self:RunController) -> str:
     "The state of the run, also where its own trainer could not write it down any more."
     own, self.state = self.own, self.monitor.state
-    odd = own and self.state in ("running", "paused") and not own.busy.locked()
+    odd = own and self.state in ("running", "paused") and not own.worker.busy.locked()
     self._odd = self._odd + 1 if odd else 0
-    if self._odd > 1: self.state = "failed" if own.error else "stopped"
+    if self._odd > 1: self.state = "failed" if own.worker.error else "stopped"
     return self.state
 
 # %% ../../nbs/widgets/09_controller.ipynb #ef320a8a
@@ -198,7 +198,7 @@ def training_error(
     own=None,  # trainer of this kernel
 ) -> dict:  # key, title, text, facts, trace, level, dismiss; None where there is none
     "Why training ended, from its event, or from the thread where that could not be written."
-    event, error = monitor.log.error, own and own.error
+    event, error = monitor.log.error, own and own.worker.error
     if event is not None and monitor.raw == "failed":
         trace = str(event.data.get("traceback", ""))[-8000:] if isinstance(event.data, dict) else ""
         title = "Training ended with an error"

@@ -20,7 +20,8 @@ from ..run.chunks import newest_chunk, newest_values
 from ..run.directory import Run
 from ..run.lock import is_live
 from ..run.reader import RunReader
-from ..run.records import Event, change_states, current, current_meta, last_event, read_changes, read_checkpoints, read_environment
+from ..run.records import Event, change_states, current, current_meta, last_event
+from ..run.records import read_changes, read_checkpoints, read_environment
 from ..run.records import read_events, read_meta, read_segments
 from .lines import Lines, json_safe
 
@@ -219,7 +220,8 @@ def _read(self:RunMonitor, db):
     meta = read_meta(db, "state", "target", "values", "controls")
     self._read_state(meta)
     if self._is_new(meta, "values"): self.values = current(_parsed(meta["values"]))
-    if self._is_new(meta, "controls"): self.controls = current_meta(dict(controls=_parsed(meta["controls"])))["controls"]
+    if self._is_new(meta, "controls"): 
+        self.controls = current_meta(dict(controls=_parsed(meta["controls"])))["controls"]
     self.telemetry = newest_telemetry(db, segment or (None, 0))
     self.checkpoints = [(c["step"], c["time"], c["bytes"]) for c in reversed(read_checkpoints(db))]
     self.log.read(db, self.fixes)

@@ -9,8 +9,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-from pathlib import Path
 
 from conftest import ARGS, Notebook, Server, chromium
 

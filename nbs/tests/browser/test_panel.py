@@ -3,7 +3,6 @@ import json
 import os
 from pathlib import Path
 
-import pytest
 
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 RECIPE = f"""

@@ -153,7 +153,6 @@ def test_both_themes_are_legible(shown, dark):
 
 
 def test_no_layout_jump(shown):
-    boxes = "() => [...document.querySelectorAll('.medlab-viewer *')].map(e => { const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height].map(Math.round).join() }).join(' ')"
     before = [plane(shown, i) for i in range(3)], shown.page.locator(".medlab-viewer").bounding_box()
     shown.kernel("v.cursor = (3, 5, 6); v.update(data * 1e9)"); settle(shown, 4)
     shown.page.mouse.move(*at(plane(shown, 0), 0.3, 0.4)); settle(shown)

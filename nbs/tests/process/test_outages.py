@@ -6,7 +6,6 @@ import subprocess
 import time
 
 import pytest
-import torch
 from toys import child, equal, events, losses, trainer, weights
 
 from medlab.run.checkpoint import NotSaved, read_state
