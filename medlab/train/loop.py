@@ -74,10 +74,10 @@ def flush(self:Loop): "Read and deliver every step made so far."; self.deliver(s
 def run(self:Loop, upkeep):
     "Make steps up to the target, with `upkeep()` after each; ends early where a stop is asked for."
     while self.progress.iteration < self.progress.target and self.between():
-        seen = self.batches.samples_seen
+        seen, before = self.batches.samples_seen, self.progress.iteration
         try: made = self.one()
         except BaseException:
-            self.abandon(seen)
+            if self.progress.iteration == before: self.abandon(seen)  # else a listener ended the training
             raise
         if made: upkeep()
 
