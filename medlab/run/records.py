@@ -33,7 +33,7 @@ def current(
     names=KNOBS,  # older name → present one
 ) -> dict:  # present name → the same
     "Values under today's names; a present name that is there too wins."
-    if not values: return values
+    if not isinstance(values, dict): return values  # nothing, or what another process wrote
     return {names.get(k, k): v for k, v in values.items() if names.get(k, k) == k or names[k] not in values}
 
 # %% ../../nbs/run/06_records.ipynb #b35f2a07

@@ -175,7 +175,7 @@ def test_reload_brings_the_picture_back(shown):
 def test_columns_difference_zoom_and_pan(shown):
     "Last of the shared notebook: a column stays."
     shown.kernel("v.opacities, v.crosshair = (0,), False; v.update(data - 30, name='other'); v.difference = 'other'")
-    shown.wait("v._feed.due is None"); settle(shown, 4)  # the page has drawn it
+    shown.wait("v._feed.pace.due is None"); settle(shown, 4)  # the page has drawn it
     planes = shown.page.locator(".medlab-viewer canvas")
     assert planes.count() == 6 and shown.page.get_by_text("− other").inner_text().endswith("±30")
     red = """i => { const c = document.querySelectorAll('.medlab-viewer canvas')[i]; return [...c.getContext('2d').getImageData(c.width * 0.6 | 0, c.height * 0.4 | 0, 1, 1).data].slice(0, 3) }"""

@@ -30,18 +30,19 @@ def for_ever(path, pipe):
     tell = lambda *words: os.write(pipe.fileno(), (" ".join(map(str, words)) + "\n").encode())
     t, anew = opened(path)
     tell("resumed", t.iteration, int(anew))
-    one, save, draw = t._one, t.save, random.Random(t.iteration)
+    one, save, draw = t.loop.one, t.save, random.Random(t.iteration)
 
     def step():
-        one()
+        made = one()
         if draw.random() < 0.3: tell("event", t.event("promise", f"promised at {t.iteration}").result())
+        return made
 
     def saved():
         file = save()
         tell("checkpoint", t.iteration, file.name)
         return file
 
-    t._one, t.save = step, saved
+    t.loop.one, t.save = step, saved
     t.fit(until=10**9, progress=False)
 
 

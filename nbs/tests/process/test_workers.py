@@ -48,6 +48,7 @@ def test_a_sample_that_ends_whoever_reads_it(tmp_path):
         dropped = sum(t.run.metrics("dropped")["dropped"].value)
     with trainer(tmp_path / "without") as t:
         t.quarantine.samples.force(7, "left out from the start")
+        t.batches.seek(0)
         t.fit(STEPS, progress=False)
         assert sum(t.run.metrics("dropped")["dropped"].value) == dropped >= 2
     assert losses(tmp_path / "run") == losses(tmp_path / "without"), "all others as ever"
