@@ -19,8 +19,7 @@ from .sampler import ResumableSampler
 from ..contracts.batch import Batch, StepBatch
 from ..contracts.state import KnobBinding
 from ..core import RunFailed, UserError, derive_seed
-from ..memory.oom import is_oom
-from ..memory.retry import shortage_of
+from ..memory.oom import is_oom, shortage_of
 from ..memory.usage import Memory
 
 # %% ../../nbs/batches/04_loader.ipynb #c0a5527e
