@@ -19,7 +19,7 @@ from .sampler import ResumableSampler
 from ..contracts.batch import Batch, StepBatch
 from ..contracts.state import KnobBinding
 from ..core import RunFailed, UserError, derive_seed
-from ..memory.oom import is_oom, shortage_of
+from ..memory.oom import Shortage, is_oom, shortage_of
 from ..memory.usage import Memory
 
 # %% ../../nbs/batches/04_loader.ipynb #c0a5527e
@@ -32,7 +32,8 @@ def to_device(
     return {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 # %% ../../nbs/batches/04_loader.ipynb #8be2da21
-def _pick(values, kept): return values[kept] if torch.is_tensor(values) else [values[i] for i in kept]
+#| export
+
 
 # %% ../../nbs/batches/04_loader.ipynb #dba38692
 def good_samples(
@@ -44,11 +45,10 @@ def good_samples(
     faults = [f for f in batch.failed if f.index not in left_out] if batch.failed else []
     if not check and not left_out or not any(batch.suspect) and not left_out:
         return batch.samples, len(batch.indices), faults
-    drop = [check and f is not None or n in left_out for f, n in zip(batch.suspect, batch.indices)]
+    keep = [(f is None or not check) and n not in left_out for f, n in zip(batch.suspect, batch.indices)]
     faults += [f for f, n in zip(batch.suspect, batch.indices) if check and f and n not in left_out]
-    kept = [i for i, d in enumerate(drop) if not d]
-    if len(kept) == len(drop): return batch.samples, len(kept), faults
-    return {k: _pick(v, kept) for k, v in batch.samples.items()} if kept else None, len(kept), faults
+    if all(keep): return batch.samples, len(keep), faults
+    return dict(Batch.of(batch.samples).select(keep)) if any(keep) else None, sum(keep), faults
 
 # %% ../../nbs/batches/04_loader.ipynb #9ea6c2f0
 class BatchLoader:
@@ -92,7 +92,7 @@ def _place(self:BatchLoader, samples_seen):
 @patch
 def _leave_out(self:BatchLoader):
     "Samples in quarantine are not read any more."
-    self.budget = self.knobs.now.case_budget
+    self.budget, self.accused = self.knobs.now.case_budget, len(self.quarantine.samples.out)
     self.sampler.left_out = self.quarantine.samples.left_out(self.budget)
 
 # %% ../../nbs/batches/04_loader.ipynb #9785bce2
@@ -113,15 +113,22 @@ def next(self:BatchLoader,
 ) -> StepBatch:
     """What the next step is made of. Raises `RunFailed` where memory runs out twice, and `UserError` where no sample
     is left."""
-    if self.knobs.now.case_budget != self.budget: self._leave_out()
+    q = self.quarantine
+    if self.knobs.now.case_budget != self.budget or len(q.samples.out) != self.accused: self._leave_out()
     batch = self._made(iteration)
-    if isinstance(batch, StepBatch): return self.quarantine.keep(batch, len(self.dataset))
-    text = f"step {iteration}: {batch.release(self.memory)}; the same samples are loaded again"
-    self.report("out_of_memory", text, "warning", iteration, where="data", error=batch.kind, held_gb=batch.held,
-        freed_gb=batch.freed)
+    if isinstance(batch, Shortage): batch = self._again(iteration, batch)
+    return q.keep(batch, len(self.dataset)) if q.cases.out else batch
+
+# %% ../../nbs/batches/04_loader.ipynb #87f23082
+@patch
+def _again(self:BatchLoader, iteration, shortage):
+    "The same samples, after memory ran out while they were loaded."
+    text = f"step {iteration}: {shortage.release(self.memory)}; the same samples are loaded again"
+    self.report("out_of_memory", text, "warning", iteration, where="data", error=shortage.kind,
+        held_gb=shortage.held, freed_gb=shortage.freed)
     self.seek(self.begin_at)
     batch = self._made(iteration)
-    if isinstance(batch, StepBatch): return self.quarantine.keep(batch, len(self.dataset))
+    if not isinstance(batch, Shortage): return batch
     raise RunFailed(f"step {iteration}: {batch}, twice; smaller samples, fewer workers or a smaller batch_size need "
         "less")
 
@@ -138,19 +145,18 @@ def _made(self:BatchLoader, iteration):
 # %% ../../nbs/batches/04_loader.ipynb #bd6fc6e0
 @patch
 def _take(self:BatchLoader, iteration, began):
-    micros, faults, size = [], [], 0
+    micros, faults, dropped = [], [], 0
     self.accumulated = n = self.knobs.now.gradient_accumulation_steps
     for i in range(n):
         samples, count, bad = good_samples(self._next(), self.knobs.now.check_inputs, self.sampler.left_out)
         if bad or self.notes: faults += self._judged(bad)
         self.samples_seen += self.sampler.batch
+        dropped += self.sampler.batch - count
         if not samples: continue
         seed = self.seed_base + iteration * 4096 + i
-        micros.append(Batch.of(self.recipe.prepare(to_device(samples, self.device), seed, iteration)))
-        size += count
-    return StepBatch(tuple(micros), n * self.sampler.batch - size, tuple(faults), self.samples_seen, began,
-        time.perf_counter(),
-        sum(m.size for m in micros))
+        micros.append(self.recipe.prepare(to_device(samples, self.device), seed, iteration))
+    return StepBatch.of(*micros, dropped=dropped, faults=tuple(faults), samples_seen=self.samples_seen, began=began,
+        loaded=time.perf_counter())
 
 # %% ../../nbs/batches/04_loader.ipynb #324d16dc
 @patch

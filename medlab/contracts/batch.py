@@ -6,7 +6,6 @@
 __all__ = ['Batch', 'StepBatch']
 
 # %% ../../nbs/contracts/00_batch.ipynb #ad49b4c6
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,20 +15,26 @@ from torch import Tensor
 
 # %% ../../nbs/contracts/00_batch.ipynb #1ffc271a
 @dataclass(frozen=True, eq=False)
-class Batch(Mapping):
-    "One prepared micro-batch. It reads like a dictionary and cannot be changed in place."
+class Batch(dict):
+    "One prepared micro-batch: a dictionary of tensors (b, …) and of lists, which cannot be changed in place."
     tensors:dict[str, Shaped[Tensor, "b ..."]]  # name → values on the training device
     cases:tuple = ()  # name of each sample's case; empty: none was given
     meta:dict = field(default_factory=dict)  # name → list with a host value per sample, such as spacing (z, y, x) in mm
     size:int = 0  # samples in it
 
-    def __getitem__(self, name):
-        if name in self.tensors: return self.tensors[name]
-        if name == "case" and self.cases: return list(self.cases)
-        return self.meta[name]
+    def __post_init__(self):
+        dict.update(self, self.tensors, **({"case": list(self.cases)} if self.cases else {}))
+        dict.update(self, self.meta)
 
-    def __iter__(self): yield from (*self.tensors, *(("case",) if self.cases else ()), *self.meta)
-    def __len__(self): return len(self.tensors) + bool(self.cases) + len(self.meta)
+    def __reduce__(self): return Batch, (self.tensors, self.cases, self.meta, self.size)
+
+    def _refuse(self, *args, **kw):
+        raise TypeError("a batch does not support item assignment, for its parts are shared; make another one: "
+            "{**batch, name: values}")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = clear = _refuse
+    pop = popitem = _refuse
 
 # %% ../../nbs/contracts/00_batch.ipynb #cbb2cfa5
 def _length(values): return values.shape[0] if torch.is_tensor(values) else len(values)
@@ -37,7 +42,7 @@ def _length(values): return values.shape[0] if torch.is_tensor(values) else len(
 # %% ../../nbs/contracts/00_batch.ipynb #73b4531d
 @patch(cls_method=True)
 def of(cls:Batch,
-    values:Mapping,  # name → tensor (b, …) or list of length b; "case" holds the names of the cases
+    values:dict,  # name → tensor (b, …) or list of length b; "case" holds the names of the cases
 ) -> Batch:
     "The micro-batch that a dictionary describes."
     if isinstance(values, cls): return values

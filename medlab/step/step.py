@@ -24,7 +24,7 @@ from ..numerics.buffers import Buffers
 from ..parallel.replicas import OneProcess
 from .dropping import Dropping
 from .ema import EMA, ema_weight
-from .gradients import cause, check_losses, clip_limit, exact_norm, no_gradient, quick_norm, without_gradient
+from .gradients import cause, check_losses, clip_gradients, no_gradient, without_gradient
 from .transaction import Transaction, untouched
 
 # %% ../../nbs/step/05_step.ipynb #37f9cdd4
@@ -244,7 +244,7 @@ def undo(self:Step) -> bool:
 
 @patch
 def settle(self:Step, force=False) -> list:
-    "Results read since the last call: at once on the CPU; on a GPU once per logging interval, or when forced."
+    "Results that were left on the device, once their logging interval is full, or when forced."
     return self.decisions.settle(force)
 
 # %% ../../nbs/step/05_step.ipynb #4fd5674a
@@ -320,7 +320,7 @@ FOREIGN = ("somebody else has set the optimizer's learning rate to {found:.4g}; 
 class HostDecisions:
     "Read every value as it appears; on the CPU that is free."
 
-    def __init__(self, step:Step): self.step, self.scalers, self.ready = step, [step.scaler], []
+    def __init__(self, step:Step): self.step, self.scalers = step, [step.scaler]
 
     @property
     def scaler(self):
@@ -375,15 +375,9 @@ def finish(self:HostDecisions, t, expected):
     "Decide, and step."
     s, scaler = self.step, self.scaler
     if scaler: scaler.unscale_(s.optimizer)
-    grads = [p.grad for p in s.params if p.grad is not None]
-    if t.samples != expected: torch._foreach_mul_(grads, expected / t.samples)
-    t.grad_norm = quick_norm(grads)
-    if not math.isfinite(t.grad_norm):
-        t.grad_norm, t.why = exact_norm((n, p.grad) for n, p in s.named if p.grad is not None)
-    loss = t.sums["loss"] / t.samples
-    limit = clip_limit(s.knobs, loss)
-    t.clip = limit / (t.grad_norm + 1e-6) if t.grad_norm > limit else 1.0
-    if t.clip < 1: torch._foreach_mul_(grads, t.clip)
+    named, loss = [(n, p.grad) for n, p in s.named if p.grad is not None], t.sums["loss"] / t.samples
+    if t.samples != expected: torch._foreach_mul_([g for _, g in named], expected / t.samples)
+    t.grad_norm, t.clip, t.why = clip_gradients(named, s.knobs, loss)
     t.scale = scaler.get_scale() if scaler else 1.0
     self._optimize(t, scaler)
     if t.why: t.why = f"{t.why}; {cause(loss, t.scale, s.knobs.now.precision)}"
@@ -411,15 +405,11 @@ def _average(self:HostDecisions):
 @patch
 def book(self:HostDecisions, t):
     "The result, at once."
-    self.ready.append(result := self.step.booked(t))
-    return result
+    return self.step.booked(t)
 
 
 @patch
-def settle(self:HostDecisions, force=False):
-    "The results since the last call."
-    ready, self.ready = self.ready, []
-    return ready
+def settle(self:HostDecisions, force=False): "No result was left anywhere."; return []
 
 
 @patch

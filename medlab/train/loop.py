@@ -45,29 +45,42 @@ def one(self:Loop) -> bool:
     iteration = self.progress.iteration + 1
     batch = self.batches.next(iteration)
     with self.lock:
-        try: self.retry(iteration, batch)
+        try: result = self.retry(iteration, batch)
         except MustGoBack as e: torn = e
         else: torn, self.progress.iteration = None, iteration
     if torn:
         self.go_back(iteration, torn)
         return False
-    self.waiting = {k: v.light() for k, v in self.waiting.items()} | {iteration: batch}
-    self.deliver(self.step.settle(force=self.between.verifying))
+    if result.settled: self.deliver([(result, batch)])
+    else: self._later(iteration, batch)
     return True
 
 # %% ../../nbs/train/05_loop.ipynb #906e5efe
 @patch
-def deliver(self:Loop, results):
-    "Show results to every listener, and carry out what they ask for."
-    for result in results:
-        batch, actions = self.waiting.pop(result.iteration), []
-        with self.lock:
+def deliver(self:Loop,
+    results:list,  # of (result, batch), in the order of their steps
+):
+    "Show results to every listener, then carry out what they ask for."
+    actions = []
+    with self.lock:
+        for result, batch in results:
             for listener in self.listeners: actions += listener.after_step(result, batch) or ()
-            if actions: self.actions.carry_out(actions)
+        if actions: self.actions.carry_out(actions)
 
 # %% ../../nbs/train/05_loop.ipynb #45778f1c
 @patch
-def flush(self:Loop): "Read and deliver every step made so far."; self.deliver(self.step.settle(force=True))
+def _later(self:Loop, iteration, batch):
+    "Keep a step's batch until its result is read."
+    self.waiting = {k: v.light() for k, v in self.waiting.items()} | {iteration: batch}
+    self.flush(force=self.between.verifying)
+
+# %% ../../nbs/train/05_loop.ipynb #5d83562a
+@patch
+def flush(self:Loop,
+    force:bool=True,  # False: only where a logging interval is full
+):
+    "Read and deliver the steps whose results were left on the device."
+    self.deliver([(r, self.waiting.pop(r.iteration)) for r in self.step.settle(force)])
 
 # %% ../../nbs/train/05_loop.ipynb #77d431ab
 @patch

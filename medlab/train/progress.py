@@ -49,7 +49,7 @@ class Bar:
     def __init__(self,
         total:int,  # number of the last step
         done:int,  # steps made before
-        show,  # True: a bar; "lines": a line every five seconds; False: nothing
+        show,  # True: a bar; "lines": a line every five seconds
     ):
         self.bar = tqdm(total=total, initial=done, dynamic_ncols=True, mininterval=0) if show is True else None
         self.total, self.done, self.show = total, done, show
@@ -60,7 +60,7 @@ class Bar:
 @patch
 def wants(self:Bar, iteration) -> bool:
     "Whether it is time to draw."
-    return bool(self.show) and (time.perf_counter() >= self.due or iteration >= self.total)
+    return time.perf_counter() >= self.due or iteration >= self.total
 
 # %% ../../nbs/train/00_progress.ipynb #f83ca805
 @patch

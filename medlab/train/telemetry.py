@@ -11,7 +11,7 @@ from fastcore.basics import patch
 from ..contracts.result import metrics_of
 from ..memory.watch import MemoryWatch
 from ..run.writer import RunWriter
-from .progress import Bar, Progress
+from .progress import Progress
 
 # %% ../../nbs/train/02_telemetry.ipynb #ee918f6d
 CLOCK = ("step_time", "data_time", "forward_time", "backward_time", "update_time", "mem_gb", "samples_per_s",
@@ -27,11 +27,11 @@ class Telemetry:
         progress:Progress,
         memory:MemoryWatch,
         epoch:int,  # samples in the dataset
-        attempted=lambda: 0,  # attempts of steps so far
+        retry,  # `OOMRetry`, which counts the attempts of steps
     ):
         self.writer, self.progress, self.memory = writer, progress, memory
-        self.epoch, self.attempted = epoch, attempted
-        self.bar, self.last = Bar(0, 0, False), {}  # metrics of the last step, by name
+        self.epoch, self.retry = epoch, retry
+        self.bar, self.last = None, {}  # `Bar` where somebody watches; metrics of the last step, by name
         self.new_segment()
 
     def new_segment(self):
@@ -56,8 +56,7 @@ def _clock(self:Telemetry, r, batch):
     row = (spent, batch.loaded - batch.began, r.forward_time, r.backward_time, r.update_time, m.host,
         batch.size / spent,
         batch.samples_seen, batch.samples_seen / self.epoch, r.optimizer_step, r.consecutive_skips,
-        now - self.progress.began,
-        self.attempted())
+        now - self.progress.began, self.retry.attempted)
     names, row = (CLOCK, row) if m.gpu is None else ((*CLOCK, "gpu_gb"), (*row, m.gpu))
     if names not in self.frames: self.frames[names] = self.writer.store.frame(*names)
     self.frames[names].append((r.iteration, *row))
@@ -71,7 +70,7 @@ def after_step(self:Telemetry, result, batch):
     for n in result.notices: self.writer.notice(n)
     for f in batch.faults: self._fault(result.iteration, f)
     self._clock(result, batch)
-    if self.bar.wants(result.iteration): self._draw(result, batch)
+    if self.bar and self.bar.wants(result.iteration): self._draw(result, batch)
 
 # %% ../../nbs/train/02_telemetry.ipynb #5e902722
 @patch

@@ -193,7 +193,7 @@ def _make_listeners(self:Trainer):
     report = self._report
     self.memory_watch = MemoryWatch(self.knobs, self.memory, self.manager, report)
     self.telemetry = Telemetry(self.writer, self.progress, self.memory_watch, len(self.batches.dataset),
-        lambda: self.retry.attempted)
+        self.retry)
     growth, names = self.step.scaler.get_growth_interval(), [f.name for f in self.recipe.fixes()]
     self.loss_scale = LossScaleWatch(self.knobs, report, names, growth)
     self.escalation = EscalationPolicy(self.knobs, self.step, self.quarantine, lambda: self.saver.kept, report,
@@ -349,7 +349,7 @@ def wait(self:Trainer,
 def _train(self:Trainer, show):
     torch.set_num_threads(self.threads)
     p, state = self.progress, "failed"
-    p.began, self.telemetry.bar = time.perf_counter(), Bar(p.target, p.iteration, show)
+    p.began, self.telemetry.bar = time.perf_counter(), Bar(p.target, p.iteration, show) if show else None
     self.loop.between.slow, self.batches.turn = None, self.loop.between.no_batch
     try:
         self._steps()
@@ -361,7 +361,7 @@ def _train(self:Trainer, show):
         self.saver.rescue(e)
         raise
     finally:
-        self.telemetry.bar.close(p.iteration)
+        if show: self.telemetry.bar.close(p.iteration)
         self.writer.set_state(state)
         self.writer.store.flush()
 
