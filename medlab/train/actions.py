@@ -10,7 +10,7 @@ from functools import singledispatchmethod
 
 from fastcore.basics import patch
 
-from ..contracts.listener import Quarantine, ResetScale, RollBack, SetKnobs, Stop
+from ..contracts.listener import QuarantineCase, ResetScale, RollBack, SetKnobs, Stop
 from ..core import RunFailed
 
 # %% ../../nbs/train/04_actions.ipynb #0baad355
@@ -54,8 +54,8 @@ def _(self, action:RollBack): self.restore(action.step, action.samples_seen)
 
 # %% ../../nbs/train/04_actions.ipynb #63509a67
 @Actions.do.register
-def _(self, action:Quarantine):
-    self.quarantine.cases.out.setdefault(action.case, action.reason)
+def _(self, action:QuarantineCase):
+    self.quarantine.leave_out(action.case, action.reason)
     self.writer.set_meta(quarantined=dict(self.quarantine.cases.out))
 
 

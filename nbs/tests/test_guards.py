@@ -10,6 +10,8 @@ from torch import nn
 
 from medlab.core import UserError, generator
 from medlab import faults
+from medlab.contracts.listener import QuarantineCase
+from medlab.contracts.result import Notice
 from medlab.run.checkpoint import NotSaved
 from medlab.core import RunFailed
 from medlab.recipes.base import Recipe, Table
@@ -376,6 +378,26 @@ def test_a_case_over_its_budget_is_left_out(make, where):
     assert len(u.run.events("quarantine")) == 1 and len(u.run.events("bad_sample" if where == "input" else "drop")) == 3
     v = make("never", Bad(batch_norm=False), case_budget=None).fit(8 * 5, progress=False)
     assert len(v.run.events("bad_sample" if where == "input" else "drop")) == 5 and not v.run.events("quarantine")
+
+
+def test_a_case_that_a_rule_names_is_left_out_though_no_step_failed_with_it(make):
+    class Rule:
+        "Names a case in the first step."
+        seen = []
+        def after_step(self, result, batch):
+            self.seen += [n for m in batch.micro_batches for n in m.names]
+            if result.iteration == 8: return [QuarantineCase("toy05", "my rule", Notice("quarantine", "toy05 is left out"))]
+
+    t, rule = make(recipe=Toy(batch_norm=False)), Rule()
+    t.listeners.append(rule)
+    t.fit(8 * 3, progress=False)
+    assert rule.seen.count("toy05") == 1 and rule.seen.count("toy06") == 3 and len(t.run.events("quarantine")) == 1
+    t.close()
+    u = make(recipe=Toy(batch_norm=False), resume=True)
+    u.listeners.append(rule)
+    u.fit(8, progress=False)
+    assert rule.seen.count("toy05") == 1 and rule.seen.count("toy06") == 4, "a resumed run leaves it out as well"
+
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
