@@ -33,6 +33,9 @@ def to_device(
 
 # %% ../../nbs/batches/04_loader.ipynb #8be2da21
 #| export
+#| export
+#| export
+#| export
 
 
 # %% ../../nbs/batches/04_loader.ipynb #dba38692

@@ -13,6 +13,7 @@ import torch
 
 from ..contracts.batch import Batch, StepBatch
 from ..numerics.probe import Probe
+from ..step.dropping import TOO_FEW
 from ..step.gradients import exact_norm, no_gradient
 
 # %% ../../nbs/guards/00_diagnosis.ipynb #b30d07ee
@@ -54,6 +55,13 @@ def _once(step, iteration, i, batch):
         if loss.requires_grad: (step.scaler.scale(loss) if step.knobs.now.precision == "fp16" else loss).backward()
     return _forward_fault(probe, loss) or _backward_fault(step, probe)
 
+# %% ../../nbs/guards/00_diagnosis.ipynb #63102837
+def _first(step, iteration, i, batch):
+    "The first fault of a micro-batch, or None; None as well where the step could not use it."
+    try: return _once(step, iteration, i, batch)
+    except ValueError as e:
+        if TOO_FEW not in str(e): raise
+
 # %% ../../nbs/guards/00_diagnosis.ipynb #a14d92d3
 def _alone(step, iteration, i, batch):
     "The samples that are at fault by themselves; None where they cannot be looked at one by one."
@@ -86,7 +94,7 @@ def diagnose(
     step.buffers.save()
     try:
         for i, micro in enumerate(batch.micro_batches):
-            if not (fault := _once(step, iteration, i, micro)): continue
+            if not (fault := _first(step, iteration, i, micro)): continue
             accused, who = _accused(micro.names, _alone(step, iteration, i, micro) if micro.size <= most else None)
             return Diagnosis(*fault[:2], accused, micro.names, f"{fault[2]}; {who}")
     finally:

@@ -27,7 +27,7 @@ class DeviceDecisions:
         self.pending, self.ready = [], []  # transactions whose values are on the device; results
         self.table = None  # values by optimizer step
         self.offset = None  # steps taken since the table was made, on the device
-        self.bad = []  # of this step: a mask of non-finite losses for each micro-batch
+        self.bad = []  # of this step, for each micro-batch: names of its samples, mask of non-finite losses
         for g in step.optimizer.param_groups: g["lr"] = torch.as_tensor(g["lr"]).clone()
 
     @property
@@ -53,6 +53,7 @@ def _look_up(self:DeviceDecisions):
 @patch
 def set_lr(self:DeviceDecisions, t):
     "Copy the learning rate into the optimizer's groups."
+    self.bad = []  # also of a step that was interrupted
     t.lr, *self.moves = self._look_up()
     for g in self.step.optimizer.param_groups: g["lr"].copy_(t.lr * g.get("lr_scale", 1.0))
 
@@ -60,23 +61,27 @@ def set_lr(self:DeviceDecisions, t):
 @patch
 def sums(self:DeviceDecisions, out):
     "Sums over the samples, as tensors."
-    self.bad.append(~torch.isfinite(out["loss"].detach()))
     return {k: v.detach().sum() for k, v in out.items()}
 
 
 @patch
-def sees_nonfinite(self:DeviceDecisions, sums): "Never: to see is to wait."; return False
+def sees_nonfinite(self:DeviceDecisions, batch, out, sums):
+    "Never: to see is to wait. What is not finite is marked for later."
+    if self.step.knobs.now.check_loss: self.bad.append((batch.names, ~torch.isfinite(out["loss"].detach())))
+    return False
 
 # %% ../../nbs/step/06_device.ipynb #d99a6562
 @patch
 def _clip(self:DeviceDecisions, t, grads, loss):
     "Norm and factor of the gradient, and the gradient scaled by it; a factor that is not finite leaves it as it is."
-    norms = torch._foreach_norm(grads)
-    t.grad_norm = torch.linalg.vector_norm(torch.stack([n.to(self.device) for n in norms]), dtype=torch.float64).float()
+    norms = torch.stack([n.to(self.device) for n in torch._foreach_norm(grads, 2, torch.float64)])
+    norm = torch.linalg.vector_norm(norms)
+    t.grad_norm = torch.where(torch.isfinite(norm), norm, math.nan)
     limit, one = clip_limit(self.step.knobs, loss), torch.ones_like(t.grad_norm)
     bounded = torch.is_tensor(limit) or limit < math.inf
-    t.clip = (limit / (t.grad_norm + 1e-6)).clamp(max=1.0) if bounded else one
-    torch._foreach_mul_(grads, torch.where(torch.isfinite(t.clip), t.clip, one))
+    clip = (limit / (t.grad_norm + 1e-6)).clamp(max=1.0) if bounded else one
+    t.clip = torch.where(torch.isfinite(clip), clip, one)
+    torch._foreach_mul_(grads, t.clip)
 
 # %% ../../nbs/step/06_device.ipynb #f8eb23a0
 @patch
@@ -134,12 +139,10 @@ def book(self:DeviceDecisions, t):
     s = self.step
     rest = (t.lr, t.grad_norm, t.clip, t.scale, t.found)
     values = [v for v in (*(t.sums or {}).values(), *rest) if torch.is_tensor(v)]
-    masks, self.bad = self.bad if s.knobs.now.check_loss else [], []
-    t.masks = [len(m) for m in masks]
+    t.names, masks = [n for names, _ in self.bad for n in names], [m for _, m in self.bad]
+    self.bad = []
     none = torch.empty(0, device=self.device)  # so that there is something to join
     t.row = torch.cat([*(v.float().reshape(1) for v in values), *(m.float() for m in masks), none])
-    whole = len(masks) == len(s.batch.micro_batches)  # not so where a normalization had too few samples
-    t.names = [n for b in s.batch.micro_batches for n in b.names] if whole else []
     self.pending.append(t)
     return StepResult(t.iteration, s.optimizer_step, samples=t.samples, dropped=t.dropped, settled=False)
 
@@ -170,21 +173,21 @@ def fetch(self:DeviceDecisions,
 
 # %% ../../nbs/step/06_device.ipynb #1b508979
 def _read(t, values):
-    "Replace the tensors of a transaction by numbers."
+    "Replace the tensors of a transaction by numbers; the names of samples whose loss is not finite."
     for k in t.sums or {}:
         if torch.is_tensor(t.sums[k]): t.sums[k] = next(values)
     for name in ("lr", "grad_norm", "clip", "scale", "found"):
         if torch.is_tensor(getattr(t, name)): setattr(t, name, next(values))
-    return [next(values) for _ in range(sum(t.masks))]
+    return [n for n in t.names if next(values)]
 
 # %% ../../nbs/step/06_device.ipynb #9a9be3c7
 @patch
 def _booked(self:DeviceDecisions, t, values):
-    mask = _read(t, values)
+    bad = _read(t, values)
     precision = self.step.knobs.now.precision
     if t.found and t.why is None:
         loss = t.sums["loss"] / t.samples
-        self._note(t, [n for n, bad in zip(t.names, mask) if bad])
+        self._note(t, bad)
         t.why = f"the gradient or its norm is not finite; {cause(loss, t.scale, precision)}"
     return self.step.booked(t)
 

@@ -153,7 +153,7 @@ def _micro(self:Step, t, i, batch, expected):
     out = self.losses_of(t, i, batch)
     if not out: return 0
     sums = self.decisions.sums(out)
-    if self.decisions.sees_nonfinite(sums): batch, out, sums = self.dropping.nonfinite(t, i, batch, out)
+    if self.decisions.sees_nonfinite(batch, out, sums): batch, out, sums = self.dropping.nonfinite(t, i, batch, out)
     if not out: return 0
     t.phase, middle = "backward", time.perf_counter()
     self._backward(t, out["loss"], expected)
@@ -346,7 +346,7 @@ def sums(self:HostDecisions, out):
 
 
 @patch
-def sees_nonfinite(self:HostDecisions, sums):
+def sees_nonfinite(self:HostDecisions, batch, out, sums):
     "Whether samples must leave the batch."
     return self.step.knobs.now.check_loss and not math.isfinite(sums["loss"])
 

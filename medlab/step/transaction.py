@@ -32,7 +32,6 @@ class Transaction:
     found:object = 0.0  # 1 where the device has skipped the step
     row:torch.Tensor = None  # (n,) what the host reads from the device later
     names:list = field(default_factory=list)  # of the samples
-    masks:list = field(default_factory=list)  # samples in each micro-batch whose mask is in `row`
     notices:list = field(default_factory=list)
     forward_time:float = 0.0  # s
     backward_time:float = 0.0  # s
