@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Chunk', 'read_chunks', 'newest_chunk', 'last_steps', 'metric_names', 'column_holders', 'chunk_steps', 'chunk_values',
-           'chunk_summaries', 'newest_values']
+           'Summary', 'chunk_summaries', 'newest_values']
 
 # %% ../../nbs/run/03_chunks.ipynb #49117fe3
 import sqlite3
@@ -24,10 +24,13 @@ class Chunk(NamedTuple):
 
 def read_chunks(
     db:sqlite3.Connection,  # a run's database
-    since:int=-1,  # only those whose last step is not before this one; -1: all
+    since:float=-np.inf,  # only those whose last step is not before this one; −∞: all
+    name:str=None,  # only those that hold this metric; None: all
 ) -> list:  # of Chunk
     "The chunks of a run."
-    rows = db.execute("SELECT segment, first, last, n, id FROM chunks WHERE last >= ?", (since,))
+    held = "" if name is None else " AND id IN (SELECT chunk FROM columns WHERE name=?2)"
+    rows = db.execute(f"SELECT segment, first, last, n, id FROM chunks WHERE last >= ?1{held}",
+        (since,) if name is None else (since, name))
     return [Chunk(*r) for r in rows.fetchall()]
 
 # %% ../../nbs/run/03_chunks.ipynb #3793482d
@@ -72,23 +75,38 @@ def chunk_steps(
 def _codes(blob): return None if blob is None else np.frombuffer(blob, np.uint8)
 
 
+def _columns(db, chunk, what, names):
+    "Name and `what` of a chunk's metrics."
+    some = "" if names is None else f" AND name IN ({', '.join('?' * len(names))})"
+    return db.execute(f"SELECT name, {what} FROM columns WHERE chunk=?{some}", (chunk.id, *(names or ())))
+
+
 def chunk_values(
     db:sqlite3.Connection,  # a run's database
     chunk:Chunk,
-    names=None,  # metrics; None: all that it holds
+    names=None,  # list of metrics; None: all that it holds
 ) -> dict:  # name → (values (n,) float64, codes of `STATUS` (n,) uint8 or None where all are ok)
     "The recorded values of a chunk."
-    rows = db.execute("SELECT name, value, status FROM columns WHERE chunk=?", (chunk.id,))
-    return {k: (np.frombuffer(v), _codes(s)) for k, v, s in rows if names is None or k in names}
+    return {k: (np.frombuffer(v), _codes(s)) for k, v, s in _columns(db, chunk, "value, status", names)}
 
 # %% ../../nbs/run/03_chunks.ipynb #80fb91ff
+class Summary(NamedTuple):
+    "What a full chunk keeps of every 64 values of a metric."
+    low:np.ndarray  # (64,) float64, finite minimum; NaN where none is finite
+    high:np.ndarray  # (64,) float64, finite maximum
+    bad:np.ndarray  # (64,) int64, number of non-finite values
+    status:np.ndarray  # (4096,) codes of every value as in `chunk_values`; None where all are ok
+
+
 def chunk_summaries(
     db:sqlite3.Connection,  # a run's database
     chunk:Chunk,  # a full one: others have no summary
-) -> dict:  # name → (low, high, status): finite minimum and maximum of every 64 values; the codes as in `chunk_values`
+    names=None,  # list of metrics; None: all that it holds
+) -> dict:  # name → Summary
     "The summaries of a full chunk, without its values."
-    rows = db.execute("SELECT name, low, high, status FROM columns WHERE chunk=?", (chunk.id,))
-    return {k: (np.frombuffer(low), np.frombuffer(high), _codes(s)) for k, low, high, s in rows}
+    rows = _columns(db, chunk, "low, high, bad, status", names)
+    return {k: Summary(np.frombuffer(low), np.frombuffer(high), np.frombuffer(bad, np.int64), _codes(status))
+        for k, low, high, bad, status in rows}
 
 # %% ../../nbs/run/03_chunks.ipynb #3c23b3d9
 def newest_values(

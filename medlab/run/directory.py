@@ -21,8 +21,8 @@ from ..core import UnknownName, UserError
 from .chunks import last_steps, metric_names
 from .lock import is_live
 from .records import current_meta, read_changes, read_checkpoints, read_environment, read_events, read_meta
-from .records import request_change, request_command
-from .series import read_series, void_after
+from .records import read_segments, request_change, request_command, void_after
+from .series import read_series
 from .store import Store
 
 # %% ../../nbs/run/07_directory.ipynb #279718ae
@@ -101,7 +101,7 @@ def environment(self:Run):
 @patch(as_prop=True)
 def step(self:Run):
     "Number of the last recorded step, 0 before the first."
-    void = self._ask(void_after)
+    void = void_after(self._ask(read_segments))
     return int(max((min(last, void[s]) for s, last in self._ask(last_steps).items()), default=0))
 
 # %% ../../nbs/run/07_directory.ipynb #1ad58191
