@@ -19,7 +19,7 @@ import jsonargparse
 import yaml
 
 from ..core import UnknownName, UserError
-from ..run.records import KNOBS as RENAMED
+from ..run.older_names import KNOBS as RENAMED
 from ..knobs.traits import rule
 
 # %% ../../nbs/cli/00_options.ipynb #62b328c7

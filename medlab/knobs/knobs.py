@@ -16,8 +16,8 @@ from traitlets import Bool, Enum, HasTraits, Int
 
 from ..core import UnknownName, UserError
 from .traits import Real, rule
-from ..run.records import KNOBS as RENAMED
-from ..run.records import current
+from ..run.older_names import KNOBS as RENAMED
+from ..run.older_names import current
 
 # %% ../../nbs/knobs/01_knobs.ipynb #f605854c
 SCHEDULES = ("constant", "linear", "cosine", "restarts")

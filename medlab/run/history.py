@@ -13,12 +13,11 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core import UserError
-from .chunks import chunk_steps, chunk_summaries, chunk_values, column_holders, read_chunks
+from .chunks import BLOCK, BUCKET, chunk_steps, chunk_summaries, chunk_values, column_holders, read_chunks
 from .marks import Marks
 from .pyramid import CODES, KEEP, Places, Pyramid, columns, flagged
 from .reader import RunReader
 from .records import read_segments, void_after
-from .columns import BLOCK, BUCKET
 
 # %% ../../nbs/run/11_history.ipynb #661e5713
 EVERY = 20  # looks between two listings of all chunks, which find what an import wrote far back

@@ -23,11 +23,11 @@ from pathlib import Path
 import psutil
 from fastcore.basics import patch
 
-from .columns import Frame, sound
-from .watch import DataVersion
+from .chunks import CHUNK_TABLES, Frame, sound
+from .sharing import DataVersion
 
 # %% ../../nbs/run/02_store.ipynb #abd664a8
-TABLES = """
+TABLES = CHUNK_TABLES + """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS segments(id INTEGER PRIMARY KEY, step INTEGER NOT NULL, time REAL NOT NULL,
     info TEXT NOT NULL);
@@ -40,12 +40,6 @@ CREATE TABLE IF NOT EXISTS commands(id INTEGER PRIMARY KEY, time REAL NOT NULL, 
     name TEXT NOT NULL, state TEXT NOT NULL, data TEXT NOT NULL DEFAULT '{}');
 CREATE TABLE IF NOT EXISTS checkpoints(id INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL,
     file TEXT NOT NULL, sha256 TEXT NOT NULL, bytes INTEGER NOT NULL, state TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS chunks(id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, first INTEGER NOT NULL,
-    last INTEGER NOT NULL, n INTEGER NOT NULL, step BLOB);
-CREATE TABLE IF NOT EXISTS columns(name TEXT NOT NULL, chunk INTEGER NOT NULL, low BLOB, high BLOB, bad BLOB,
-    status BLOB, value BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS columns_by_name ON columns(name, chunk);
-CREATE INDEX IF NOT EXISTS columns_by_chunk ON columns(chunk);
 PRAGMA user_version = 1;
 """
 
