@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'RUN_KEYS', 'recipe_class', 'field_names', 'known_keys', 'field_help', 'option_type', 'several',
-           'train_parser', 'current_name', 'read_yaml', 'listed', 'normal_options', 'explain', 'checked_run',
-           'checked_fields', 'yaml_knob', 'merged_knobs', 'options']
+           'train_parser', 'read_yaml', 'listed', 'normal_options', 'explain', 'checked_run', 'checked_fields',
+           'yaml_knob', 'merged_knobs', 'options']
 
 # %% ../../nbs/cli/00_options.ipynb #a254fc70
 import importlib
 import inspect
 import re
-import sys
 import typing
 from pathlib import Path
 
@@ -19,8 +18,8 @@ import jsonargparse
 import yaml
 
 from ..core import UnknownName, UserError
-from ..run.records import KNOBS as RENAMED
 from ..knobs.traits import rule
+from ..run.older_names import current_name
 
 # %% ../../nbs/cli/00_options.ipynb #62b328c7
 RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"),
@@ -110,20 +109,6 @@ def train_parser(
         p.add_argument("--" + name, type=str, help=text)
     return p
 
-# %% ../../nbs/cli/00_options.ipynb #aad9e6a5
-def current_name(
-    name:str,  # of a knob, as it was written
-    known,  # names that there are
-    met:set,  # old names that were noted already; this one is added
-) -> str:  # the name by which it is known now
-    "Translate the old name of a knob, and note it once on stderr; any other name stays as it is."
-    new = RENAMED.get(name)
-    if name in known or new not in known: return name
-    if name not in met:
-        print(f"medlab: {name!r} is now called {new!r}; the old name is still read", file=sys.stderr)
-    met.add(name)
-    return new
-
 # %% ../../nbs/cli/00_options.ipynb #e8818a92
 def _load_yaml(path):
     "What a YAML file holds; raises `UserError` for what cannot be read, or is no keys and values."
@@ -138,12 +123,11 @@ def _load_yaml(path):
 def read_yaml(
     path,  # file
     cls:type,  # the recipe
-    met:set,  # see `current_name`
 ) -> dict:
     "Keys and values of a YAML file; raises `UserError` for what cannot be read and `UnknownName` for an unknown key."
     known, out = known_keys(cls), {}
     for written, value in _load_yaml(path).items():
-        key = current_name(written, known, met)
+        key = current_name(written, known)
         if key not in known: raise UnknownName(f"key in {Path(path).name}", str(key), known)
         if key in out: raise UserError(f"{path} sets {key!r} twice, once by its old name; leave out one of the two")
         out[key] = value
@@ -163,7 +147,6 @@ def listed(
 def normal_options(
     argv,  # options as they were typed
     known,  # names of options
-    met:set,  # see `current_name`
 ) -> list:
     "Options with underscores and the names of today, checked against the known names."
     known, out = {*known, "config", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}, []
@@ -172,7 +155,7 @@ def normal_options(
             out.append(listed(word))
             continue
         name, *value = word[2:].split("=", 1)
-        name = current_name(name.replace("-", "_"), known, met)
+        name = current_name(name.replace("-", "_"), known)
         if name not in known: raise UnknownName("option", f"--{name}", [f"--{k}" for k in known])
         out.append("=".join(["--" + ("use-wandb" if name == "use_wandb" else name), *map(listed, value)]))
     return out
@@ -220,22 +203,19 @@ def merged_knobs(
     cls:type,  # the recipe
     file:dict,  # of `read_yaml`
     given,  # what was typed, parsed
-    met:set,  # see `current_name`
 ) -> dict:
     "Knobs from YAML, then from options, then from --set; the later one wins. Raises `UserError`."
     traits = cls.Knobs.class_traits()
     knobs = {k: yaml_knob(cls, k, v) for k, v in file.items() if k in traits}
     for k in traits:
         if given.get(k) is not None: knobs |= cls.Knobs.parse(f"{k}={given[k]}")
-    for text in given.set:
-        name, equals, value = text.partition("=")
-        knobs |= cls.Knobs.parse(current_name(name, traits, met) + equals + value)
+    for text in given.set: knobs |= cls.Knobs.parse(text)
     return knobs
 
 # %% ../../nbs/cli/00_options.ipynb #b0e04a6b
-def _parsed(cls, argv, met):
+def _parsed(cls, argv):
     "What was typed, converted to the types of the fields; raises `UserError`."
-    try: return train_parser(cls).parse_args(normal_options(argv, known_keys(cls), met))
+    try: return train_parser(cls).parse_args(normal_options(argv, known_keys(cls)))
     except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
 
 
@@ -244,12 +224,11 @@ def options(
     argv,  # options as they were typed
 ):  # (recipe fields, knobs, the rest)
     "Merge command line and YAML; raises `UserError` for anything that does not fit."
-    met, names = set(), field_names(cls)
-    given = _parsed(cls, argv, met)
-    file = {} if given.config is None else read_yaml(given.config, cls, met)
+    names, given = field_names(cls), _parsed(cls, argv)
+    file = {} if given.config is None else read_yaml(given.config, cls)
     typed = {k: v for k, v in given.items() if v is not None and k in (*names, *RUN_KEYS)}
     merged = checked_run({k: v for k, v in file.items() if k not in cls.Knobs.class_traits()} | typed)
-    knobs = merged_knobs(cls, file, given, met)
+    knobs = merged_knobs(cls, file, given)
     fields = checked_fields(cls, {k: v for k, v in merged.items() if k in names})
     rest = {k: given.get(k) for k in ("resume", "use_wandb", "tensorboard", "debug")}
     return fields, knobs, rest | {k: v for k, v in merged.items() if k not in names}

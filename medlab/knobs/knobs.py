@@ -7,7 +7,6 @@ __all__ = ['SCHEDULES', 'PRECISIONS', 'LearningRateKnobs', 'GradientKnobs', 'Dat
            'FaultKnobs', 'MemoryKnobs', 'CleanupKnobs', 'Knobs']
 
 # %% ../../nbs/knobs/01_knobs.ipynb #60013ca3
-import warnings
 from types import SimpleNamespace
 
 import traitlets
@@ -16,8 +15,7 @@ from traitlets import Bool, Enum, HasTraits, Int
 
 from ..core import UnknownName, UserError
 from .traits import Real, rule
-from ..run.records import KNOBS as RENAMED
-from ..run.records import current
+from ..run.older_names import current_name
 
 # %% ../../nbs/knobs/01_knobs.ipynb #f605854c
 SCHEDULES = ("constant", "linear", "cosine", "restarts")
@@ -180,12 +178,6 @@ class Knobs(LearningRateKnobs, GradientKnobs, DataKnobs, LossScaleKnobs, Escalat
         """Raises `UserError` for values that are sound each by itself and impossible together; nothing is impossible
         here."""
 
-# %% ../../nbs/knobs/01_knobs.ipynb #ebca9ede
-def _renamed(requested):
-    for old in RENAMED.keys() & requested.keys():
-        warnings.warn(f"the knob {old!r} is called {RENAMED[old]!r} now", FutureWarning, stacklevel=4)
-    return current(requested)
-
 # %% ../../nbs/knobs/01_knobs.ipynb #5bfe00ce
 def _value(scratch, name, trait, value):
     try:
@@ -199,10 +191,13 @@ def _value(scratch, name, trait, value):
 def check(cls:Knobs,
     **requested,  # knob → value
 ) -> dict:  # the values, converted to the knob's type
-    "Validate values without applying them; raises `UnknownName` or `UserError` stating value and rule."
+    """Validate values without applying them; raises `UnknownName` or `UserError` stating value and rule. The old name
+    of a knob is read, see `current_name`."""
     traits, scratch, out = cls.class_traits(), cls(), {}
-    for name, value in _renamed(requested).items():
+    for written, value in requested.items():
+        name = current_name(written, traits)
         if name not in traits: raise UnknownName("knob", name, traits)
+        if name in out: raise UserError(f"{name!r} is set twice, once by its old name; leave out one of the two")
         out[name] = _value(scratch, name, traits[name], value)
     return out
 
@@ -222,7 +217,7 @@ def parse(cls:Knobs,
     "One knob from the command line; raises `UserError` where it is not of the form name=value."
     name, equals, value = text.partition("=")
     if not equals: raise UserError(f"{text!r} is not of the form name=value, as in lr=2e-4")
-    name = next(iter(_renamed({name: value})))
+    name = current_name(name, cls.class_traits())
     trait = cls.class_traits().get(name)
     if trait is None: raise UnknownName("knob", name, cls.class_traits())
     if value.lower() in ("none", "off") and trait.allow_none: return cls.check(**{name: None})

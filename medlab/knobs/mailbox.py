@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..core import UserError
 from ..run.directory import COMMANDS
-from ..run.records import RequestLog
+from ..run.requests import RequestLog
 from ..run.store import Store
 
 # %% ../../nbs/knobs/04_mailbox.ipynb #eba2edd1

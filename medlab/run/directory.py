@@ -19,10 +19,11 @@ from fastcore.basics import patch
 
 from ..core import UnknownName, UserError
 from .chunks import last_steps, metric_names
-from .lock import is_live
-from .records import current_meta, read_changes, read_checkpoints, read_environment, read_events, read_meta
-from .records import request_change, request_command
-from .series import read_series, void_after
+from .older_names import current_meta
+from .records import read_checkpoints, read_environment, read_events, read_meta, read_segments, void_after
+from .requests import read_changes, request_change, request_command
+from .series import read_series
+from .sharing import is_live
 from .store import Store
 
 # %% ../../nbs/run/07_directory.ipynb #279718ae
@@ -60,7 +61,7 @@ class Run:
     def name(self): "The directory's name."; return self.path.name
 
     def _ask(self, query, *args):
-        "A query of [records](06_records.ipynb) or [chunks](03_chunks.ipynb), one at a time."
+        "A query of a run's database, one at a time."
         with self._lock: return query(self._db, *args)
 
     def close(self): "Close the reading connection."; self._db.close()
@@ -101,7 +102,7 @@ def environment(self:Run):
 @patch(as_prop=True)
 def step(self:Run):
     "Number of the last recorded step, 0 before the first."
-    void = self._ask(void_after)
+    void = void_after(self._ask(read_segments))
     return int(max((min(last, void[s]) for s, last in self._ask(last_steps).items()), default=0))
 
 # %% ../../nbs/run/07_directory.ipynb #1ad58191

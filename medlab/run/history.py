@@ -13,13 +13,11 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core import UserError
-from .chunks import chunk_steps, chunk_summaries, chunk_values, column_holders, read_chunks
+from .chunks import BLOCK, BUCKET, chunk_steps, chunk_summaries, chunk_values, column_holders, read_chunks
 from .marks import Marks
 from .pyramid import CODES, KEEP, Places, Pyramid, columns, flagged
 from .reader import RunReader
-from .records import read_segments
-from .series import void_after
-from .columns import BLOCK, BUCKET
+from .records import read_segments, void_after
 
 # %% ../../nbs/run/11_history.ipynb #661e5713
 EVERY = 20  # looks between two listings of all chunks, which find what an import wrote far back
@@ -36,7 +34,7 @@ class NewChunks:
         "The chunks that came since the last call, and at the first all of them."
         self.looks += 1
         whole = self.looks % EVERY == 0 or not self.seen
-        found = set(read_chunks(db, -1 if whole else self.near))
+        found = set(read_chunks(db, -np.inf if whole else self.near))
         new = sorted(found - self.seen)
         self.seen = found if whole else self.seen | found
         self.near = max((c.last for c in found), default=0) - 2 * BLOCK  # nothing older is written by a trainer
@@ -79,9 +77,7 @@ def product(
     return value, np.maximum(*(np.zeros(len(value), np.uint8) if s is None else s for s in (x[1], y[1])))
 
 # %% ../../nbs/run/11_history.ipynb #1b88f5ec
-def _one(summary):
-    low, high, _ = summary
-    return (low == 1).all() and (high == 1).all()
+def _one(summary): return (summary.low == 1).all() and (summary.high == 1).all()
 
 
 def _blocks_of(found):
@@ -134,12 +130,12 @@ def _bucket_flags(status):
 @patch
 def add_blocks(self:Held,
     step:np.ndarray,  # (n,) steps of a full chunk
-    found:dict,  # name → (low, high, status codes or None), as of `chunk_summaries`
+    found:dict,  # name → Summary, as of `chunk_summaries`
     values,  # function from names to what `chunk_values` gives of this chunk
 ):
     "Add a full chunk of which only the summary is read, and the products of its metrics."
     found = self.needed(found)
-    made = {k: (low, high, _bucket_flags(status)) for k, (low, high, status) in found.items()}
+    made = {k: (s.low, s.high, _bucket_flags(s.status)) for k, s in found.items()}
     blocks = {k: b for k, b in made.items() if self.wanted(k)}
     for name, x, y in self._made(found):
         blocks[name] = made[x] if _one(found[y]) else _blocks_of(product(*map(values((x, y)).get, (x, y))))
@@ -195,7 +191,7 @@ def _read(self:History, db):
     segments = read_segments(db)
     if segments != self.segments:
         self._clear()
-        self.segments, self.void = segments, void_after(db)
+        self.segments, self.void = segments, void_after(segments)
     new = self.chunks.read(db)
     brief = summarized(db, new, self.void)
     for c in new:

@@ -12,7 +12,8 @@ from array import array
 import numpy as np
 from fastcore.basics import patch
 
-from .records import read_changes, read_events
+from .records import read_events
+from .requests import read_changes
 
 # %% ../../nbs/run/10_marks.ipynb #541050e7
 SHOWN = ("resume",)  # events of level "info" that are shown; those of other levels always are

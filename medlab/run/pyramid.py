@@ -9,11 +9,11 @@ __all__ = ['FLAGS', 'CODES', 'FAN', 'KEEP', 'flagged', 'Level', 'blocks', 'Pyram
 import numpy as np
 from fastcore.basics import patch
 
-from .columns import BUCKET
+from .chunks import BUCKET
 
 # %% ../../nbs/run/09_pyramid.ipynb #56025bae
 FLAGS = dict(nan=1, inf=2, ninf=4, none=8)  # NaN, +∞, −∞ in float32, no value at all (a skipped step)
-CODES = np.array([0, 1, 2, 4, 8], np.uint8)  # flag for each code of `medlab.run.store.STATUS`
+CODES = np.array([0, 1, 2, 4, 8], np.uint8)  # flag for each code of `medlab.run.chunks.STATUS`
 
 
 def flagged(

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..core import UserError
 from .directory import Run
 from .records import read_meta
-from .watch import DataVersion, open_readonly, read_transaction
+from .sharing import DataVersion, open_readonly, read_transaction
 
 # %% ../../nbs/run/08_reader.ipynb #0eab79b7
 class RunReader:

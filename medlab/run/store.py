@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'NETWORK', 'PASSING', 'LATER', 'EVENT', 'WAL_EVENT', 'WAL_FAULT', 'file_system', 'has_wal_fault', 'connect',
-           'Write', 'WriteQueue', 'transact', 'Outage', 'Frames', 'drop_unsound', 'Store']
+           'Write', 'WriteQueue', 'transact', 'lost_rows', 'Outage', 'Frames', 'drop_unsound', 'Store']
 
 # %% ../../nbs/run/02_store.ipynb #d36898da
 import atexit
@@ -23,11 +23,11 @@ from pathlib import Path
 import psutil
 from fastcore.basics import patch
 
-from .columns import Frame, sound
-from .watch import DataVersion
+from .chunks import CHUNK_TABLES, Frame, sound
+from .sharing import DataVersion
 
 # %% ../../nbs/run/02_store.ipynb #abd664a8
-TABLES = """
+TABLES = CHUNK_TABLES + """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS segments(id INTEGER PRIMARY KEY, step INTEGER NOT NULL, time REAL NOT NULL,
     info TEXT NOT NULL);
@@ -40,12 +40,6 @@ CREATE TABLE IF NOT EXISTS commands(id INTEGER PRIMARY KEY, time REAL NOT NULL, 
     name TEXT NOT NULL, state TEXT NOT NULL, data TEXT NOT NULL DEFAULT '{}');
 CREATE TABLE IF NOT EXISTS checkpoints(id INTEGER PRIMARY KEY, time REAL NOT NULL, step INTEGER NOT NULL,
     file TEXT NOT NULL, sha256 TEXT NOT NULL, bytes INTEGER NOT NULL, state TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS chunks(id INTEGER PRIMARY KEY, segment INTEGER NOT NULL, first INTEGER NOT NULL,
-    last INTEGER NOT NULL, n INTEGER NOT NULL, step BLOB);
-CREATE TABLE IF NOT EXISTS columns(name TEXT NOT NULL, chunk INTEGER NOT NULL, low BLOB, high BLOB, bad BLOB,
-    status BLOB, value BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS columns_by_name ON columns(name, chunk);
-CREATE INDEX IF NOT EXISTS columns_by_chunk ON columns(chunk);
 PRAGMA user_version = 1;
 """
 
@@ -188,6 +182,14 @@ def transact(
         with contextlib.suppress(sqlite3.Error): db.execute("ROLLBACK")  # SQLite may have done so already
         raise
 
+# %% ../../nbs/run/02_store.ipynb #ef7d210e
+def lost_rows(
+    steps:list,  # of rows of telemetry that went unwritten
+) -> str:
+    "What was lost, in words."
+    if not steps: return "nothing was lost"
+    return f"{len(steps)} rows of telemetry were lost, of steps {min(steps)} to {max(steps)}"
+
 # %% ../../nbs/run/02_store.ipynb #66a6be0a
 class Outage:
     "Why and since when a database cannot be written, and which rows of telemetry were lost meanwhile."
@@ -213,10 +215,8 @@ class Outage:
         self.reason, self.since, self.lost = None, None, []
 
     def __str__(self):
-        lost = self.lost
-        rest = f"{len(lost)} rows of telemetry were lost, of steps {min(lost)} to {max(lost)}" if lost else ""
         text = f"the database could not be written for {time.monotonic() - self.since:.1f} s ({self.reason})"
-        return f"{text}; {rest or 'nothing was lost'}"
+        return f"{text}; {lost_rows(self.lost)}"
 
 # %% ../../nbs/run/02_store.ipynb #0b9d2430
 class Frames:
@@ -270,7 +270,7 @@ class Store:
         on_foreign=None,  # called from the writer's thread with the connection after another process wrote; None: never
         on_rows=None,  # called from the writer's thread with names and rows of telemetry once on the disk; None: never
         patience:float=2.0,  # seconds until a write that fails is given up, ≥ 0
-        backlog:int=100_000,  # rows of each frame that may wait in memory, ≥ 1
+        backlog:int=100_000,  # rows of each frame that may wait in memory, ≥ 1; the oldest go, with an event
     ):
         self.path, self.every, self.poll = Path(path), flush, poll
         self.on_foreign, self.on_rows = on_foreign, on_rows
@@ -348,12 +348,14 @@ def _loop(self:Store):
 @patch
 def _commit(self:Store):
     "Write everything in one transaction; where that fails, one by one. What cannot be written now, waits."
-    writes, frames = self.queue.take(), list(self.frames)
+    writes, frames, start = self.queue.take(), list(self.frames), time.monotonic()
     error = self._try(writes, frames)
     if error is None and self.fault: self._recovered()
     elif _passes(error): self._postpone(writes, error)
     elif error: self._one_by_one(writes, frames)
-    self.outage.lost += self.frames.trim(self.backlog)
+    gone = self.frames.trim(self.backlog)
+    if self.fault: self.outage.lost += gone
+    elif gone: self._outrun(gone, time.monotonic() - start)
 
 # %% ../../nbs/run/02_store.ipynb #44ce13f5
 @patch
@@ -372,7 +374,9 @@ def _one_by_one(self:Store, writes, frames):
     for w in writes:
         if e := self._try([w], []): self._postpone([w], e)
     for f in frames:
-        if not (e := self._try([], [f])) or _passes(e): continue
+        if not (e := self._try([], [f])): continue
+        self.outage.note(e)
+        if _passes(e): continue
         if gone := drop_unsound(f):
             rows = f"{len(gone)} rows of telemetry ({', '.join(f.names)})"
             self._event(f"{rows} hold what is no number, and were left out: {e}", rows=len(gone))
@@ -390,6 +394,13 @@ def _recovered(self:Store):
     "Queue the account of an outage before it ends: who waits for the end finds the account written by the next flush."
     self._event(str(self.outage), rows=len(self.outage.lost))
     self.outage.end()
+
+
+@patch
+def _outrun(self:Store, gone, seconds):
+    "Queue the account of rows that went though the database can be written."
+    text = f"telemetry comes faster than it is written: a commit took {seconds:.1f} s"
+    self._event(f"{text}, and more than {self.backlog} rows of a frame waited; {lost_rows(gone)}", rows=len(gone))
 
 
 @patch
@@ -427,6 +438,6 @@ def close(self:Store):
     self.db.close()
     atexit.unregister(self.close)
     self.queue.refuse(RuntimeError(f"{self.path} was closed"))
-    if n := self.frames.waiting + len(self.queue.waiting):
+    if n := self.frames.waiting + len(self.queue.waiting) + len(self.outage.lost):
         why = self.fault or "its file is gone"
         warnings.warn(f"{self.path}: {n} rows and events could not be written: {why}", RuntimeWarning, stacklevel=2)

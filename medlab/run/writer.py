@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..contracts.result import Notice
 from ..core import UserError
 from .directory import Run
-from .lock import hold
+from .sharing import hold
 from .loggers import SafeLoggers
 from .store import EVENT, Store
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..core import UserError
 from ..run.directory import Run
-from ..run.lock import hold, is_live
+from ..run.sharing import hold, is_live
 from ..run.store import Store
 from ..run.writer import RunWriter
 from .saving import differing

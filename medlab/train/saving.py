@@ -126,7 +126,7 @@ def restore(self:Saver,
         self.state.load_state_dict(state, back=True)
         self._seek(samples_seen)
         reason = f"the run went back from step {left} to {self.iteration}"
-        self.loop.between.mailbox.log.void_after(self.iteration, reason)
+        self.loop.between.mailbox.log.undo_after(self.iteration, reason)
         self.open_segment()
     self.writer.event("restore", f"went back from step {left} to the checkpoint of step {self.iteration}", "warning")
     self.save()  # the newest checkpoint is where the run stands

@@ -24,7 +24,7 @@ from ..memory.usage import usable_device
 from ..recipes.base import Recipe
 from ..run.checkpoint import newest_state
 from ..run.directory import Run
-from ..run.records import current
+from ..run.older_names import current
 
 # %% ../../nbs/train/03_state.ipynb #7bce247a
 def torch_device(

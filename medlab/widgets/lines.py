@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 
 from fastcore.basics import patch
 
-from ..run.records import ChangeRecord, Event
+from ..run.records import Event
+from ..run.requests import ChangeRecord
 
 # %% ../../nbs/widgets/07_lines.ipynb #c4c016a4
 def value_text(

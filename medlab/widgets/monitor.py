@@ -18,11 +18,12 @@ from fastcore.basics import patch
 from ..core import UserError
 from ..run.chunks import newest_chunk, newest_values
 from ..run.directory import Run
-from ..run.lock import is_live
+from ..run.older_names import current, current_meta
 from ..run.reader import RunReader
-from ..run.records import Event, change_states, current, current_meta, last_event
-from ..run.records import read_changes, read_checkpoints, read_environment
-from ..run.records import read_events, read_meta, read_segments
+from ..run.records import Event, last_event, read_checkpoints, read_environment, read_events, read_meta
+from ..run.records import read_segments
+from ..run.requests import change_states, read_changes
+from ..run.sharing import is_live
 from .lines import Lines, json_safe
 
 # %% ../../nbs/widgets/08_monitor.ipynb #7b2c5a7a
