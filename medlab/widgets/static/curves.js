@@ -4,7 +4,7 @@
 // From the kernel:  spec {groups: [{title, log, names, ticks}], runs: [name], labels: {name: label}, smooth}
 //                   data {run, x: [first, last], range, request, last, series: [[name, kind, pairs, marks, last value]]} + float32 pairs
 //                   marks {run, marks: [{kind, step, last, count, label, text, level}]}, status {runs: [{state, fault}], note}
-//                   It speaks when it is displayed, before the page has a view, and hears no page while a cell runs.
+//                   It speaks when it is made and when it is displayed, before the page has a view, and hears no page while a cell runs.
 // To the kernel:    view {hello, range: null | [first, last], width, request}
 
 const LIGHT = ["#2368a8", "#c2570c", "#2e8540", "#7a4bb0", "#b3325a", "#1f8a99"], DARK = ["#6cb2f5", "#f5a55a", "#7ed492", "#c09df0", "#f58aa4", "#66cfdd"];
