@@ -68,7 +68,7 @@ class Curves(anywidget.AnyWidget):
         self._groups, self._smooth = as_groups(groups), smooth
         self._sources = sources_of(runs, self._groups)
         super().__init__()
-        self._view, self._hello, self._note = View(), False, ""  # on view; somebody has joined; a remark for the pages
+        self._view, self._hello, self._note = View(), True, ""  # on view; somebody has joined; a remark for the pages
         self._busy, self._messages = threading.RLock(), Messages(lambda message: self.send(message))
         self._begin(period)
 
@@ -118,7 +118,6 @@ def tick(self:Curves,
     with self._busy:
         hello, self._hello, view = self._hello, False, self._view
         if hello: self._messages.forget()
-        if not hello and not self._messages: return  # nobody has looked yet
         news = [s.poll() for s in self._sources]
         self._send_spec()
         for i, (s, new) in enumerate(zip(self._sources, news)):
@@ -175,13 +174,19 @@ def figure(self:Curves):
         for s in self._sources: s.poll()
         return draw_figure(self._sources, self._groups, self._view)
 
+# %% ../../nbs/widgets/06_curves.ipynb #5d1c07ae
+@patch
+def tell_all(self:Curves):
+    "Send everything at the next look, though no page has asked."
+    self._hello = True
+    self._clock.wake()
+
 # %% ../../nbs/widgets/06_curves.ipynb #0d1090f4
 @patch
 def _repr_mimebundle_(self:Curves, **kwargs):
     "The live widget, and a picture for readers of the notebook that cannot show it."
     data, meta = anywidget.AnyWidget._repr_mimebundle_(self, **kwargs)
-    self._hello = True
-    self._clock.wake()
+    self.tell_all()
     fig = self.figure()
     fig.set_dpi(72)
     return {**data, "image/png": base64.b64encode(fig._repr_png_()).decode()}, meta

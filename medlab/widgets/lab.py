@@ -41,6 +41,13 @@ class Lab(W.HBox):
             if w: w.close()
         super().close()
 
+# %% ../../nbs/widgets/13_lab.ipynb #9c2e71bd
+@patch
+def tell_all(self:Lab):
+    "Send everything that is on view, though no page has asked."
+    for w in (self.panel, self.curves, self.preview):
+        if w: w.tell_all()
+
 # %% ../../nbs/widgets/13_lab.ipynb #939fb6ef
 def stacked(
     pictures,  # of PIL
@@ -68,5 +75,6 @@ def picture(self:Lab) -> Pillow.Image:
 
 @patch
 def _repr_mimebundle_(self:Lab, **kwargs):
+    self.tell_all()
     self.picture().quantize(128).save(out := io.BytesIO(), "png", optimize=True)
     return {**W.HBox._repr_mimebundle_(self, **kwargs), "image/png": base64.b64encode(out.getvalue()).decode()}

@@ -96,6 +96,7 @@ def _begin(self:Panel, period):
     self._clock = Ticker(self, period, "medlab-panel")
     self._desk = Desk(self._monitor, self._controller, self._clock.wake)
     self._look()
+    self._inbox.put(dict(t="hello"))
     self.on_msg(self._heard)
     self._clock.start()
 
@@ -140,7 +141,6 @@ def tick(self:Panel,
     with self._busy:
         hello, older = self._grant_waiting()
         if hello: self._forget()
-        if not hello and not self._messages: return  # nobody has looked yet
         self._look()
         if older and not self._held_below(): self._read_older()
         self._send_new(older)
@@ -151,6 +151,13 @@ def _forget(self:Panel):
     "Everything is sent again."
     self._messages.forget()
     self._log.forget()
+
+# %% ../../nbs/widgets/11_panel.ipynb #c83e5b06
+@patch
+def tell_all(self:Panel):
+    "Send everything at the next look, though no page has asked."
+    self._inbox.put(dict(t="hello"))
+    self._clock.wake()
 
 # %% ../../nbs/widgets/11_panel.ipynb #374a90fd
 @patch
@@ -260,4 +267,5 @@ def table(self:Panel) -> str:  # HTML, escaped
 def _repr_mimebundle_(self:Panel, **kwargs):
     "The live widget, and a table for readers of the notebook that cannot show it."
     data, meta = anywidget.AnyWidget._repr_mimebundle_(self, **kwargs)
+    self.tell_all()
     return {**data, "text/html": self.table()}, meta

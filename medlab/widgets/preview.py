@@ -70,12 +70,12 @@ def weights_of(
 # %% ../../nbs/widgets/12_preview.ipynb #dab4a5a4
 def _controls():
     "A choice of cases, a switch, a button, and a line of text."
-    width = lambda pixels: W.Layout(width=f"{pixels}px")
+    width = lambda pixels: W.Layout(width=f"{pixels}px", flex="0 0 auto")
     case = W.Dropdown(options=[], description="case", layout=width(260))
     live = W.Checkbox(True, description="live", indent=False, layout=width(60))
     live.tooltip = "predict again as the weights change"
     now = W.Button(description="predict", tooltip="predict this case now", layout=width(80))
-    return case, live, now, W.Label("", layout=W.Layout(flex="1 1 auto", min_width="0"))
+    return case, live, now, W.Label("", layout=W.Layout(flex="1 1 200px", min_width="0"))
 
 # %% ../../nbs/widgets/12_preview.ipynb #fc38b344
 class Preview(W.VBox):
@@ -91,7 +91,7 @@ class Preview(W.VBox):
         if not 0 < share <= 1:
             raise UserError(f"share={share} must be in (0, 1]; 0.1 rests nine times as long as a prediction takes")
         self.run, self.share, self.device = run, share, device
-        self.height, row = height, W.HBox(_controls())
+        self.height, row = height, W.HBox(_controls(), layout=W.Layout(flex_flow="row wrap"))
         (self.case, self.live, self.now), self.status = row.children[:3], row.children[3]
         self.viewer = self.weights = self._shown = None  # _shown: version of the weights and case that are on view
         self._clock = Ticker(self, 0.5, "medlab-preview")
@@ -183,4 +183,11 @@ def _replace(self:Preview, columns):
         windows = dict(zip(columns, viewer.windows))
         viewer.windows = [windows["truth" if n == "prediction" else n] for n in columns]
     self.viewer, self.children = viewer, (self.children[0], viewer)
+    viewer.tell_all()
     if old: old.close()
+
+# %% ../../nbs/widgets/12_preview.ipynb #0d94f7ba
+@patch
+def tell_all(self:Preview):
+    "Send what is on view, though no page has asked."
+    if self.viewer: self.viewer.tell_all()

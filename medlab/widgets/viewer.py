@@ -387,11 +387,17 @@ def picture(self:Viewer,
     if len(self._scene["volumes"]) == 1: rows = [[p for row in rows for p in row]]
     return montage(rows, size)
 
+# %% ../../nbs/widgets/05_viewer.ipynb #e1b6a4d7
+@patch
+def tell_all(self:Viewer):
+    "Send the planes on the screen, though no page has asked."
+    self._feed.show()
+
 # %% ../../nbs/widgets/05_viewer.ipynb #a882778e
 @patch
 def _repr_mimebundle_(self:Viewer, **kwargs):
     data, metadata = anywidget.AnyWidget._repr_mimebundle_(self, **kwargs)
-    self._feed.show()
+    self.tell_all()
     self.picture().quantize(128).save(out := io.BytesIO(), "png", optimize=True)
     return {**data, "image/png": base64.b64encode(out.getvalue()).decode()}, metadata
 

@@ -4,13 +4,13 @@
 // From the kernel:  spec {groups: [{title, log, names, ticks}], runs: [name], labels: {name: label}, smooth}
 //                   data {run, x: [first, last], range, request, last, series: [[name, kind, pairs, marks, last value]]} + float32 pairs
 //                   marks {run, marks: [{kind, step, last, count, label, text, level}]}, status {runs: [{state, fault}], note}
-//                   It speaks when it is displayed, before the page has a view, and hears no page while a cell runs.
+//                   It speaks when it is made and when it is displayed, before the page has a view, and hears no page while a cell runs.
 // To the kernel:    view {hello, range: null | [first, last], width, request}
 
 const LIGHT = ["#2368a8", "#c2570c", "#2e8540", "#7a4bb0", "#b3325a", "#1f8a99"], DARK = ["#6cb2f5", "#f5a55a", "#7ed492", "#c09df0", "#f58aa4", "#66cfdd"];
 const TONES = { light: { error: "#d62728", warning: "#b36b00", info: "#6b7280", change: "#7a4bb0" }, dark: { error: "#ff6b6b", warning: "#f0b040", info: "#9aa3b2", change: "#c09df0" } };
 const DASHES = [[], [6, 3], [2, 2], [9, 3, 2, 3]], FLAG = [[1, "NaN"], [2, "+inf"], [4, "−inf"], [8, "no value"]];
-const HEIGHT = 144, PAD = { left: 52, right: 10, top: 8, bottom: 20 };
+const HEIGHT = 144, PAD = { left: 52, right: 10, top: 8, bottom: 20 }, LONG = 11;  // pixels; characters of a name that has a row of the legend to itself
 
 const CSS = `
 .medlab-curves { --mc-bg: var(--jp-layout-color0, #fff); --mc-fg: var(--jp-ui-font-color1, #222); --mc-muted: var(--jp-ui-font-color2, #666); --mc-line: var(--jp-border-color2, #ddd);
@@ -37,6 +37,7 @@ const CSS = `
 .medlab-curves button[aria-pressed=false] { opacity: .45 }
 .medlab-curves :focus-visible { outline: 2px solid var(--mc-brand) }
 .mc-legend button { max-width: 100%; min-width: 0; justify-self: start }
+.mc-legend .mc-long { grid-column: 1 / -1 }
 .mc-name { overflow: hidden; text-overflow: ellipsis }
 .mc-swatch { flex: none; width: 14px; height: 0; border-top: 2.5px solid }
 .mc-value, .mc-state { color: var(--mc-muted); font-variant-numeric: tabular-nums }
@@ -228,6 +229,7 @@ function view({ model, el, kept }) {
     for (const p of S.panels) {
       p.entries = p.group.names.map((name, i) => {
         const label = S.spec.labels[name] ?? name, e = entry(label, `Show or hide ${label}`, !off(p.title, name), () => toggle(p.title, name)), { colour, dash } = look(0, i);
+        if (label.length > LONG) e.b.classList.add("mc-long");
         e.swatch.style.borderTopColor = several() ? colours.muted : colour; e.swatch.style.borderTopStyle = dash.length ? dash[0] > 2 ? "dashed" : "dotted" : "solid";
         return e;
       });
@@ -378,9 +380,9 @@ function view({ model, el, kept }) {
     let free = -Infinity;
     g.font = `10px ${colours.font}`;
     for (const m of visible(x)) {
-      const at = Math.round(X(m.step)) + 0.5, right = at > box.r - 14;
-      if (!near(m, x) && (!row || at < free)) continue;
-      const text = clip(g, m.count > 1 ? `${m.label} ×${m.count}` : m.label, box.b - box.t - 8);
+      const at = Math.round(X(m.step)) + 0.5, right = at > box.r - 14, begins = right ? at - 14 : at;  // at the right edge it stands left of its line
+      if (!near(m, x) && (!row || begins < free)) continue;
+      const times = m.count > 1 ? ` ×${m.count}` : "", text = clip(g, m.label, box.b - box.t - 8 - g.measureText(times).width) + times;
       g.save(); g.translate(right ? at - 4 : at + 10, box.t + 1); g.rotate(-Math.PI / 2); g.textAlign = "right"; g.textBaseline = "alphabetic";
       g.fillStyle = tone(m); g.lineWidth = 3.5; g.lineJoin = "round"; g.strokeStyle = colours.bg; g.strokeText(text, 0, 0); g.fillText(text, 0, 0); g.restore();
       free = at + 13;

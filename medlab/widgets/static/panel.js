@@ -5,9 +5,10 @@
 //                   head {state, step, target, loss, rate, mem, gpu, scale, skipped, row, device, precision}
 //                   can {buttons: {name: why not, or ""}, doing}, values {values, all}, changes {changes, all}, log {lines, all, more}
 //                   checkpoints {rows: [[step, time, bytes]]}, trouble {items: [{key, title, text, facts, trace, level, dismiss}]}, answer {request, ok, text}, beat
+//                   It speaks when it is made and when it is displayed, before the page has a view, and hears no page while a cell runs.
 // To the kernel:    hello, set {knobs, request}, fix {name, on, request}, do {name, until, step, request}, older, dismiss {key}
 
-const OPEN = ["learning rate", "numerics"], ENDLESS = 1e12, QUIET = 16000, PER_DECADE = 20;
+const OPEN = ["learning rate", "numerics"], ENDLESS = 1e12, QUIET = 16000, PER_DECADE = 20, MOST = 2000;
 const TONE = { running: "ok", starting: "brand", paused: "warn", failed: "bad", killed: "bad" }, ASKED_AGAIN = /asked for again/;
 const BUTTONS = [["start", "Start"], ["pause", "Pause"], ["stop", "Stop"], ["save", "Save"], ["restore", "Restore"]];
 
@@ -192,7 +193,18 @@ function tail(info) {  // near 1 the distance from 1 is what counts: 0.9, 0.99, 
 
 // ---- the panel ----
 
-function render({ model, el }) {
+// What was said so far, one message of a kind; a view that comes later is told it.
+function memory() {
+  const last = new Map();
+  const lines = (old, m) => { const all = new Map([...old.lines, ...m.lines].map(l => [l.key, l])); return [...all.values()].sort((a, b) => b.place - a.place).slice(0, MOST) };
+  const join = { values: (old, m) => ({ ...m, all: true, values: { ...old.values, ...m.values } }), changes: (old, m) => ({ ...m, all: true, changes: { ...old.changes, ...m.changes } }), log: (old, m) => ({ ...m, all: true, lines: lines(old, m) }) };
+  return {
+    keep(m) { if (m?.t && m.t !== "answer") last.set(m.t, join[m.t] && !m.all && last.has(m.t) ? join[m.t](last.get(m.t), m) : m) },
+    tell(heard) { for (const m of last.values()) heard(m) },
+  };
+}
+
+function view({ model, el, past }) {
   const S = { spec: null, head: {}, can: {}, doing: "", values: {}, changes: {}, mine: {}, rows: new Map(), fixes: [], groups: [], lines: new Map(), items: new Map(), kept: [], more: false, heard: 0, silent: false, dead: false, folded: {}, aside: "" };
   const root = make("div", "medlab-panel", undefined, { role: "group", "aria-label": "Panel of a run", "data-lm-suppress-shortcuts": "true" }), style = make("style", "", CSS);
   root.addEventListener("keydown", e => e.stopPropagation());
@@ -612,7 +624,7 @@ function render({ model, el }) {
       while (next && next.place > line.place) next = next.nextSibling;
       items.insertBefore(e, next);
     }
-    while (items.children.length > 2000) { const e = items.lastChild; for (const [k, v] of S.items) if (v === e) S.items.delete(k); e.remove() }
+    while (items.children.length > MOST) { const e = items.lastChild; for (const [k, v] of S.items) if (v === e) S.items.delete(k); e.remove() }
     const have = [...new Set([...S.items.values()].map(e => e.dataset.kind))].sort(), was = kinds.value;
     if (have.join("\0") !== S.kinds) { S.kinds = have.join("\0"); kinds.replaceChildren(...["", ...have].map(k => make("option", "", k || "all kinds", { value: k }))); kinds.value = have.includes(was) ? was : "" }
     sift();
@@ -669,8 +681,15 @@ function render({ model, el }) {
   el.append(style, root);
   drawHead(); drawButtons(); sift();
   model.on("msg:custom", onMessage); model.on("comm_live_update", onComm);
+  past.tell(onMessage);
   hello();
   return () => { model.off("msg:custom", onMessage); model.off("comm_live_update", onComm); clearInterval(watch); for (const t of timers) clearTimeout(t) };
 }
 
-export default { render };
+export default () => {
+  const past = memory();
+  return {
+    initialize({ model }) { model.on("msg:custom", past.keep) },  // no message passes before this
+    render: ({ model, el }) => view({ model, el, past }),
+  };
+};

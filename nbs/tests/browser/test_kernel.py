@@ -40,6 +40,31 @@ STILL = """curves, go = Curves(path), Path("go_on")
 display(curves, curves)
 end = time.monotonic() + 60
 while time.monotonic() < end and not go.exists(): time.sleep(0.02)"""
+PANELS = """from ipywidgets import VBox
+from medlab.widgets.panel import Panel
+store.set_meta(values=dict(lr=1e-3, ema=None))
+panel, boxed, go = Panel(path), VBox([Panel(path), Curves(path)]), Path("go_on")
+display(panel, panel, boxed)
+end, asked = time.monotonic() + 60, False
+while time.monotonic() < end and not go.exists():
+    time.sleep(0.02)
+    if not asked and Path("ask").exists():
+        asked = store.write("INSERT INTO events(time, step, kind, level, text, data) VALUES(1e9, 1000, 'skip', 'warning', 'while a cell runs', '{}')").result() or True
+        store.set_meta(values=dict(lr=2e-3, ema=None))
+go.unlink(missing_ok=True)"""
+TOLD = """([n, texts]) => { const panels = [...document.querySelectorAll('.medlab-panel')];
+    return panels.length === n && panels.every(p => p.dataset.state && texts.every(t => p.innerText.includes(t))) }"""
+LAB = """from medlab import Lab, Trainer, recipes
+trainer = Trainer(recipes.Restoration(image_size=(32, 32), dim=8, blocks=(1,), refinement=0, batch_size=1, phantoms=8), "runs/lab", device="cpu", threads=1)"""
+FIT = """lab, go = Lab(trainer), Path("go_on")
+display(lab)
+end = time.monotonic() + 120
+while time.monotonic() < end and not go.exists(): trainer.fit(20, progress=False)
+go.unlink(missing_ok=True)"""
+SHOWN = """() => { const canvas = c => c.width > 20 && c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v > 60 && v < 255);
+    return document.querySelectorAll('.mp-row[data-knob]').length > 50 && document.querySelectorAll('.mp-item').length > 1
+        && document.querySelector('.medlab-curves[data-drawn] canvas') && [...document.querySelectorAll('.medlab-viewer canvas')].filter(canvas).length === 3 }"""
+STEP = "() => parseInt(document.querySelector('.mp-facts b').textContent.replaceAll(',', ''))"
 TEXT = "() => document.querySelector('.medlab-viewer .mv-status').textContent"
 DATASET = "() => ({...document.querySelector('.medlab-curves').dataset})"
 RUNS = "() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.cells.some(c => !c.execution_count)"
@@ -87,6 +112,43 @@ def test_a_cell_that_shows_and_goes_on(notebook):
     assert nb.page.evaluate(RUNS), "every view has all that was said while the cell runs"
     (nb.path.parent / "go_on").touch()
     nb.until(f"() => !({RUNS})()", seconds=60)
+    assert not nb.errors, nb.errors
+
+
+def test_a_panel_in_a_cell_that_goes_on(notebook):
+    "Every view of a panel, in a box or not, has all that was said and what comes while the cell runs, though no page is heard."
+    nb = notebook(RUN.format(name="panels"), PANELS, run=False)
+    nb.start_all()
+    nb.until(TOLD, [3, ["lr", "1e-3"]], seconds=60)
+    nb.until("() => document.querySelector('.medlab-curves[data-drawn] canvas')")
+    (nb.path.parent / "ask").touch()
+    nb.until(TOLD, [3, ["2e-3", "while a cell runs"]])
+    nb.page.evaluate("() => { window.first = window.jupyterapp.shell.currentWidget.id; window.jupyterapp.commands.execute('notebook:create-output-view') }")
+    nb.until(TOLD, [6, ["2e-3", "while a cell runs"]])
+    nb.page.evaluate("() => window.jupyterapp.shell.activateById(window.first)")
+    nb.until("() => window.jupyterapp.shell.currentWidget.id === window.first")
+    assert nb.page.evaluate(RUNS), "all of this while the cell runs"
+    (nb.path.parent / "go_on").touch()
+    nb.until(f"() => !({RUNS})()", seconds=60)
+    nb.until(TOLD, [6, ["2e-3", "while a cell runs"]])
+    assert not nb.errors, nb.errors
+
+
+def test_a_lab_in_a_cell_that_trains(notebook):
+    "`Lab(trainer)` and `trainer.fit(…)` in one cell: panel, curves and preview are there and move while it runs."
+    nb = notebook(RUN.format(name="own"), LAB, FIT, size=(1300, 1900), run=False)
+    nb.start_all()
+    nb.until(SHOWN, seconds=60)
+    nb.until_state("running")
+    step, drawn = nb.page.evaluate(STEP), nb.page.evaluate(DATASET)["updates"]
+    nb.until(f"old => ({STEP})() > old + 10", step)
+    nb.until("old => Number(document.querySelector('.medlab-curves').dataset.updates) > Number(old)", drawn)
+    assert nb.page.evaluate(RUNS), "all of this while the cell runs"
+    (nb.path.parent / "go_on").touch()
+    nb.until(f"() => !({RUNS})()", seconds=60)
+    nb.page.locator("[data-fix=norm_eps] .mp-switch").click()
+    nb.wait("trainer.run.changes()")
+    nb.kernel("lab.close(); trainer.close()")
     assert not nb.errors, nb.errors
 
 
