@@ -53,7 +53,7 @@ def read_view(
 
 # %% ../../nbs/widgets/06_curves.ipynb #b59e95ee
 class Curves(anywidget.AnyWidget):
-    "Curves of one or several runs, live in JupyterLab. `close()` ends its thread."
+    "Curves of one or several runs, live in JupyterLab, drawn by `static/curves.js`. `close()` ends its thread."
     _esm = (resources.files("medlab") / "widgets/static/curves.js").read_text(encoding="utf-8")
     _clock = None  # until the constructor has accepted its arguments
 
@@ -121,7 +121,7 @@ def tick(self:Curves,
         news = [s.poll() for s in self._sources]
         self._send_spec()
         for i, (s, new) in enumerate(zip(self._sources, news)):
-            if new or force or hello or s.sent != view: self._draw(i, s, view)
+            if new or force or hello or s.sent != view: self._send_curves(i, s, view)
         states = [dict(state="out of reach" if s.fault else s.state, fault=s.fault) for s in self._sources]
         self._messages.send_new("status", runs=states, note=self._note)
 
@@ -145,7 +145,8 @@ def stumbled(self:Curves,
 
 # %% ../../nbs/widgets/06_curves.ipynb #24154d21
 @patch
-def _draw(self:Curves, i, source, view):
+def _send_curves(self:Curves, i, source, view):
+    "Send the curves and marks on view to the page, which draws them (`static/curves.js`)."
     try: found = source.draw(view)
     except (UserError, OSError, sqlite3.Error) as e:
         source.fault = f"these steps of {source.name} cannot be read: {e}"
