@@ -191,8 +191,8 @@ def _value(scratch, name, trait, value):
 def check(cls:Knobs,
     **requested,  # knob → value
 ) -> dict:  # the values, converted to the knob's type
-    """Validate values without applying them; raises `UnknownName` or `UserError` stating value and rule. The old name
-    of a knob is read, see `current_name`."""
+    """Check each value by its trait, without applying it; combinations are checked by `together`. Raises `UnknownName`
+    or `UserError` stating value and rule. The old name of a knob is read, see `current_name`."""
     traits, scratch, out = cls.class_traits(), cls(), {}
     for written, value in requested.items():
         name = current_name(written, traits)
