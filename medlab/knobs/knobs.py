@@ -69,8 +69,9 @@ class DataKnobs(HasTraits):
     save_every = Int(200, min=0, help="steps between checkpoints; one is always written at the end").tag(
         unit="steps", off=0, concern="checkpoints")
     keep = Int(3, min=1, help="checkpoints kept, the newest").tag(unit="files", concern="checkpoints")
-    log_every = Int(1, min=1, max=1000, help="steps between transfers of telemetry from the device; every step is "
-        "recorded").tag(unit="steps", concern="telemetry")
+    log_every = Int(1, min=1, max=1000, help="steps between transfers of telemetry from the device, 20 where a new "
+        "run trains on a GPU; every step is recorded, at the latest two seconds later").tag(
+        unit="steps", concern="telemetry")
 
 # %% ../../nbs/knobs/01_knobs.ipynb #13b96433
 class LossScaleKnobs(HasTraits):

@@ -39,7 +39,7 @@ from ..parallel.replicas import replicas_here
 from ..recipes.base import Recipe
 from ..run.directory import Run
 from ..run.writer import RunWriter, stored_meta
-from ..step.device import decisions_for
+from ..step.device import decisions_for, log_every_on
 from ..step.schedule import LRSchedule
 from ..step.step import Step
 from .actions import Actions
@@ -119,6 +119,7 @@ def _prepare(self:Trainer,
     self.optimizer = build_optimizer(self.recipe, self.model, self.knobs.lr, self.device)
     self.bindings = outer_bindings(self.recipe, self.model, self.optimizer, self.knobs)
     if given is None: return
+    if "log_every" not in given: self.knobs.log_every = log_every_on(self.device)
     if "activation_checkpointing" not in given: self.knobs.activation_checkpointing = read_checkpointing(self.model)
     bring_in(self.knobs, self.bindings)
 
