@@ -319,7 +319,7 @@ def flush(self:Store) -> bool:  # False: it could not be written within `patienc
     self._due = 0.0
     return self.write("SELECT 1").exception() is None and self.fault is None
 
-# %% ../../nbs/run/02_store.ipynb #6809b543
+
 @patch(as_prop=True)
 def fault(self:Store):  # None: no outage
     "Why the database cannot be written at the moment."
