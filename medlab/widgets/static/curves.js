@@ -331,6 +331,7 @@ function view({ model, el, kept }) {
     vertical(m);
     for (const curve of curves(p)) line(m, curve);
     ticks(m); labels(m);
+    if (y.empty) nothing(m);
     g.restore();
     let bad = 0;
     for (const curve of curves(p)) bad += wrong(m, curve);
@@ -358,7 +359,14 @@ function view({ model, el, kept }) {
       g.strokeStyle = colours.line; g.beginPath(); g.moveTo(Math.round(at) + 0.5, box.b); g.lineTo(Math.round(at) + 0.5, box.b + 3); g.stroke();
     }
     g.strokeStyle = colours.line; g.beginPath(); g.moveTo(box.l, box.b + 0.5); g.lineTo(box.r, box.b + 0.5); g.stroke();
-    if (y.empty) { g.textAlign = "center"; g.textBaseline = "middle"; g.fillText("nothing recorded yet", (box.l + box.r) / 2, (box.t + box.b) / 2) }
+  }
+
+  function nothing({ g, box }) {  // no mark goes through the words
+    const text = "nothing recorded yet", x = (box.l + box.r) / 2, y = (box.t + box.b) / 2;
+    g.font = `10.5px ${colours.font}`; g.textAlign = "center"; g.textBaseline = "middle";
+    const half = g.measureText(text).width / 2 + 4;
+    g.fillStyle = colours.bg; g.fillRect(x - half, y - 9, 2 * half, 18);
+    g.fillStyle = colours.muted; g.fillText(text, x, y);
   }
 
   const tone = m => m.kind === "change" ? colours.tone.change : colours.tone[m.level] ?? colours.tone.info;

@@ -185,3 +185,16 @@ def test_runs_overlaid_are_named_and_toggled(past):
     assert other.page.locator(".medlab-curves").nth(1).locator(".mc-runs .mc-name").all_inner_texts() == ["baseline", "lower_lr"], "a second browser shows it with nothing run"
     other.page.context.close()
     assert not nb.errors
+
+
+def test_a_panel_in_which_nothing_was_recorded_says_so_legibly(notebook):
+    "No mark is drawn through its words, though the skipped steps are in the middle of the run."
+    nb = notebook(PAST, "past('bare', 1000, 1.0)\nfrom medlab.widgets.curves import Curves\nCurves('runs/bare', groups=dict(all=['loss'], none=['absent']))")
+    nb.until("() => document.querySelector('.medlab-curves[data-updates][data-drawn]')?.querySelectorAll('canvas').length === 2")
+    amber = """() => { const c = document.querySelectorAll('.medlab-curves canvas')[1], { width, height } = c, d = c.getContext('2d').getImageData(0, 0, width, height).data, rows = new Set(), near = k => Math.abs(k / 4 % width - (width + 52 - 10) / 2) < 40;
+        for (let k = 0; k < d.length; k += 4) if (near(k) && d[k] > 150 && d[k + 1] < 170 && d[k + 2] < 110 && d[k + 3] > 100) rows.add(Math.floor(k / 4 / width));
+        return [...rows] }"""  # rows of pixels that hold something of the mark's colour, where the words are
+    nb.until(f"() => ({amber})().length > 30")
+    rows = nb.page.evaluate(amber)
+    middle = (8 + 144 - 20) / 2
+    assert not [y for y in rows if abs(y - middle) < 7] and min(rows) < middle - 20 and max(rows) > middle + 20, rows
