@@ -6,8 +6,9 @@
 __all__ = ['FAR', 'CHUNK', 'COST', 'BOUNDARIES', 'distance_transform_edt', 'signed_distance_map']
 
 # %% ../../nbs/losses/03_edt.ipynb #34d586dd
-import importlib.util
 import math
+import threading
+import warnings
 from numbers import Real
 
 import torch
@@ -193,11 +194,25 @@ def _binary(x):
     return x != 0
 
 # %% ../../nbs/losses/03_edt.ipynb #89ac7671
-def _kernels(x):
-    "The module with the GPU's kernels where they can run, else None."
-    if not x.is_cuda or importlib.util.find_spec("triton") is None: return None
+_lock, _without = threading.Lock(), []  # why the kernels cannot run in this process
+
+
+def _give_up(why):
+    "Use torch's way from here on; say so once."
+    with _lock:
+        _without.append(why)
+        if len(_without) > 1: return
+    warnings.warn(f"distance transforms run in plain torch, with the same values but many times slower than the GPU's "
+                  f"kernels, which cannot run here: {why}; then start Python anew", RuntimeWarning, stacklevel=5)
+
+
+def _by_kernels(x, f):
+    "`f` of the module with the GPU's kernels; None where they cannot run."
+    if not x.is_cuda or _without: return None
     from medlab.losses import edt_triton
-    return edt_triton
+    try: return f(edt_triton)
+    except edt_triton.KernelsUnavailable as e: why = str(e)
+    _give_up(why)
 
 # %% ../../nbs/losses/03_edt.ipynb #f5dfef61
 def _each(f, masks):
@@ -229,8 +244,8 @@ def distance_transform_edt(
     spacing, limit = _check_spacing(sampling, spatial_dims), _check_distance(max_distance)
     mask = _any_value(img).contiguous()
     items = mask.view(-1, *img.shape[img.ndim - spatial_dims:])
-    if kernels := _kernels(mask): out = kernels.distances(~items, spacing, limit, signed=False, squared=squared)
-    else: out = _each(lambda m: _finish(_squared(m, False, spacing, limit), limit, squared), items)
+    out = _by_kernels(mask, lambda k: k.distances(~items, spacing, limit, signed=False, squared=squared))
+    if out is None: out = _each(lambda m: _finish(_squared(m, False, spacing, limit), limit, squared), items)
     return out.view(img.shape)
 
 # %% ../../nbs/losses/03_edt.ipynb #e064a256
@@ -288,6 +303,6 @@ def signed_distance_map(
     _check_shape(mask, n)
     spacing, limit, offset = _check_spacing(spacing, n), _check_distance(max_distance), float(boundary == "kervadec")
     items = _binary(mask).contiguous().view(-1, *mask.shape[mask.ndim - n:])
-    if kernels := _kernels(mask): out = kernels.distances(items, spacing, limit, signed=True, offset=offset)
-    else: out = _each(lambda m: _signed(m, spacing, limit, offset), items)
+    out = _by_kernels(mask, lambda k: k.distances(items, spacing, limit, signed=True, offset=offset))
+    if out is None: out = _each(lambda m: _signed(m, spacing, limit, offset), items)
     return out.view(mask.shape)
