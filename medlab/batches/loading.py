@@ -72,7 +72,7 @@ class Collated:
     indices:list = field(default_factory=list)  # of the samples, in the dataset
 
 # %% ../../nbs/batches/01_loading.ipynb #491aff71
-def _numbers(x): return isinstance(x, tuple) and bool(x) and all(type(v) in (int, float) for v in x)
+def _numbers(x): return isinstance(x, tuple) and bool(x) and all(type(v) in (int, float, bool) for v in x)
 
 # %% ../../nbs/batches/01_loading.ipynb #ac03a191
 def _stacked(items):

@@ -222,7 +222,7 @@ class ModalityDataset(torch.utils.data.Dataset):
     def __len__(self): return len(self.cases)
 
     def __getitem__(self, key):
-        "A dict of image (c, z, y, x) float32, available (c,) bool, brain (1, z, y, x) bool, case."
+        "A dict of image (c, z, y, x) float32, available, c of True and False, brain (1, z, y, x) bool, case."
         if not isinstance(key, tuple): raise UserError(f"item {key!r} needs a seed: ask for ds[index, seed]")
         return self._item(int(key[0]), key[1])
 
@@ -255,4 +255,4 @@ def _item(self:ModalityDataset, index, seed):
     image = cut_patch(kept.image, start, self.size, -1.0)
     image[~kept.available] = 0
     brain = cut_patch(kept.brain, start, self.size, False)
-    return dict(image=image, available=kept.available.clone(), brain=brain, case=kept.name)
+    return dict(image=image, available=tuple(kept.available.tolist()), brain=brain, case=kept.name)

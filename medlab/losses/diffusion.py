@@ -88,7 +88,8 @@ class Schedule:
 def _look_up(self:Schedule, row, t):
     "A table's values at some times, float64, on the device of the times."
     t = check_time(t, self.T)
-    if t.device not in self.tables: self.tables[t.device] = self.tables[torch.device("cpu")].to(t.device)
+    if t.device not in self.tables:
+        self.tables[t.device] = self.tables[torch.device("cpu")].to(t.device, non_blocking=True)
     return self.tables[t.device][row][t]
 
 

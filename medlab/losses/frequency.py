@@ -49,7 +49,7 @@ def charbonnier(
     "Mean of √(d² + ε²); raises UserError for images that do not fit, and for ε ≤ 0: no gradient at d = 0."
     if not eps > 0: raise UserError(f"eps={eps} must be positive; for eps=0 use l1")
     prediction, target = _pair(prediction, target)
-    return _each(torch.hypot(prediction - target, prediction.new_tensor(eps)))
+    return _each(torch.hypot(prediction - target, prediction.new_full((), eps)))
 
 # %% ../../nbs/losses/01_frequency.ipynb #b75a50a7
 def ssim_loss(

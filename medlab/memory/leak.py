@@ -18,12 +18,15 @@ from .usage import by_process
 
 # %% ../../nbs/memory/05_leak.ipynb #138279fe
 def _tensor_bytes(objects):
-    "Bytes of the storages of tensors and parameters among objects."
+    "Bytes of the storages of tensors and parameters among objects, on the host and on devices."
     found = (o for o in objects if type(o) in (torch.Tensor, torch.nn.Parameter) and o.layout == torch.strided)
-    return sum({(s := o.untyped_storage()).data_ptr(): s.nbytes() for o in found}.values())
+    storages = {(o.device, (s := o.untyped_storage()).data_ptr()): s.nbytes() for o in found if o.device.type != "meta"}
+    held = dict(host=0, device=0)
+    for (device, _), n in storages.items(): held["host" if device.type == "cpu" else "device"] += n
+    return held
 
 
-def census() -> dict:  # {"types": type → count, "tensors": bytes on the host, "process": id → GB}
+def census() -> dict:  # {"types": type → count, "tensors": {"host": bytes, "device": bytes}, "process": id → GB}
     "What is alive: objects by type, bytes of tensors, memory of every process. Takes a tenth of a second or so."
     objects = gc.get_objects()
     types = Counter(type(o).__qualname__ for o in objects)
@@ -36,7 +39,8 @@ def growth(
     "What has grown most between two looks: tensors by bytes, objects by count, workers by their memory."
     counts = [(n - before["types"][k], k) for k, n in after["types"].items()]
     grown = [f"{n:+,} objects of type {k}" for n, k in sorted(counts, reverse=True)[:3] if n > 100]
-    if (more := after["tensors"] - before["tensors"]) > 1e6: grown.insert(0, f"tensors {more / 1e9:+.3f} GB")
+    more = {k: n - before["tensors"][k] for k, n in after["tensors"].items()}
+    grown[:0] = [f"tensors on the {k} {n / 1e9:+.3f} GB" for k, n in more.items() if n > 1e6]
     workers = {p: gb - before["process"].get(p, gb) for p, gb in after["process"].items() if p != os.getpid()}
     largest = sorted(workers.items(), key=lambda w: -w[1])[:2]
     grown += [f"process {p} (a worker) {gb:+.3f} GB" for p, gb in largest if gb > 0.01]

@@ -68,6 +68,19 @@ def gpu_peak(self:Memory):  # GB since the start or the last reset, or None
     "Highest memory that torch has allocated on the device."
     return torch.cuda.max_memory_allocated(self.device) / 1e9 if self.device.type == "cuda" else None
 
+
+@patch
+def reserved(self:Memory):  # GB, or None where the device is no GPU
+    "Memory that torch's allocator has taken of the device: what is allocated, and what it keeps for later."
+    return torch.cuda.memory_reserved(self.device) / 1e9 if self.device.type == "cuda" else None
+
+
+@patch
+def free(self:Memory) -> float:  # GB
+    "What torch could still allocate on the device, what its allocator keeps included; on the CPU what the machine has."
+    if self.device.type != "cuda": return psutil.virtual_memory().available / 1e9
+    return torch.cuda.mem_get_info(self.device)[0] / 1e9 + self.reserved() - self.gpu()
+
 # %% ../../nbs/memory/00_usage.ipynb #5b288e8b
 @patch
 def total(self:Memory) -> float:  # GB

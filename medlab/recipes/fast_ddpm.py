@@ -216,26 +216,26 @@ def output(self:FastDDPM,
 def _draw_channel(self:FastDDPM, available, g):
     "The target's channel of one sample: the recipe's own, or one of the available, drawn from the generator."
     if self.target != "any": return self.modalities.index(self.target)
-    choices = available.nonzero().flatten()
-    return int(choices[torch.randint(len(choices), (1,), generator=g)])
+    choices = [c for c, there in enumerate(available) if there]
+    return choices[torch.randint(len(choices), (1,), generator=g)]
 
 
 @patch
 def _draw(self:FastDDPM, available, shape, seed):
-    "Target's channel (b,), time point (b,) and noise (b, *shape) of each sample, on the CPU."
+    "Target's channels, a list; time point (b,) and noise (b, *shape) of each sample, on the CPU."
     g, b = generator(seed), len(available)
-    channel = torch.tensor([self._draw_channel(a, g) for a in available])
+    channels = [self._draw_channel(a, g) for a in available]
     t = torch.tensor(self.time_points)[antithetic(b, len(self.time_points), g)]
-    return channel, t, torch.randn((b, *shape), generator=g)
+    return channels, t, torch.randn((b, *shape), generator=g)
 
 
 @patch
 def prepare(self:FastDDPM, batch, seed, step=None) -> dict:
     "Draw target, time point and noise of each sample from `seed`, on the CPU, so that no device changes them."
     image = batch["image"]
-    drawn = self._draw(batch["available"].cpu(), image.shape[2:], seed)
-    names = [self.modalities[c] for c in drawn[0].tolist()]
-    channel, t, noise = (x.to(image.device, non_blocking=True) for x in drawn)
+    channels, *drawn = self._draw(batch["available"], image.shape[2:], seed)
+    names = [self.modalities[c] for c in channels]
+    channel, t, noise = (x.to(image.device, non_blocking=True) for x in (torch.tensor(channels), *drawn))
     row = torch.arange(len(image), device=image.device)
     clean, image = image[row, channel], image.clone()
     image[row, channel] = add_noise(self.schedule, clean, noise, t)

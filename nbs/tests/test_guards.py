@@ -521,7 +521,7 @@ def test_a_leak_is_seen_and_named(make):
     t.step.losses = lambda m, b: kept.append((torch.ones(50_000), [Kept() for _ in range(20)])) or losses(m, b)
     t.fit(16 * 24 + 1, progress=False)
     leaks = t.run.events("leak")
-    assert leaks and "tensors +" in leaks[0].text and "objects of type" in leaks[0].text and leaks[0].level == "warning", [e.text for e in leaks]
+    assert leaks and "tensors on the host +" in leaks[0].text and "objects of type" in leaks[0].text and leaks[0].level == "warning", [e.text for e in leaks]
 
 
 def test_cleanup_is_an_event_and_can_be_switched_off(make):
