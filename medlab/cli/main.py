@@ -171,17 +171,28 @@ def _predict_parser():
     p.add_argument("run", type=str, help="run directory")
     p.add_argument("input", type=str, help="a file or folder of a case, or a folder of such")
     p.add_argument("output", type=str, help="a file, or a folder to write one file for each case into")
-    p.add_argument("--device", type=str, default="cpu", help="torch device")
+    p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
     return p
 
 # %% ../../nbs/cli/03_main.ipynb #cde40399
+def _in_memory(recipe, model, case, options):
+    "(the prediction, None), or (None, why memory did not do), after attempts in smaller tiles, which are said."
+    import torch
+    from medlab.memory.inference import run_with_oom_retry
+    from medlab.memory.usage import Memory
+    call, side = lambda **kw: recipe.predict(model, case, **kw), max(getattr(recipe, "image_size", None) or (0,))
+    said = lambda kind, text, *rest, **data: print(f"medlab: {case.name}: {text}", file=sys.stderr)
+    memory, tiled = Memory(next(model.parameters()).device), "tile" in recipe.predict_options
+    with torch.no_grad(): return run_with_oom_retry(call, "prediction", 2, options, memory, said, tiled, side)
+
+
 def _predict_one(recipe, model, case, output, options):
     "Predict and write a case; False where it could not be, which is said on stderr."
-    import torch
     try:
-        with torch.no_grad(): result = recipe.predict(model, case, **options)
-        print(recipe.write(result, case, output), result)
-        return True
+        result, text = _in_memory(recipe, model, case, options)
+        if text is None:
+            print(recipe.write(result, case, output), result)
+            return True
     except UserError as e: text = str(e)
     except OSError as e: text = f"cannot write {e.filename}: {e.strerror}"
     print("medlab: " + (text if case.name in text else f"case {case.name!r}: {text}"), file=sys.stderr)
@@ -192,8 +203,8 @@ def _predict_all(recipe, model, step, cases, output, options):
     "Names of the cases that could not be predicted."
     failed = []
     for i, case in enumerate(cases, 1):
-        print(f"predicting {case.name}, {i} of {len(cases)}, with the weights of step {step}",
-            file=sys.stderr, flush=True)
+        print(f"predicting {case.name}, {i} of {len(cases)}, with the weights of step {step}, on "
+            f"{next(model.parameters()).device}", file=sys.stderr, flush=True)
         if not _predict_one(recipe, model, case, output, options): failed.append(case.name)
     return failed
 

@@ -47,6 +47,8 @@ class GradientKnobs(HasTraits):
         "of this and clip_norm").tag(off=False, concern="gradients")
     precision = Enum(PRECISIONS, "fp32", help="type of the forward pass under autocast; fp16 with loss scaling").tag(
         off="fp32", concern="numerics")
+    tf32 = Bool(False, help="let the GPU round what it multiplies in fp32 to ten bits (TF32): faster, off by about "
+        "5e-4 of a value; off: exact fp32. Without such a GPU it changes nothing").tag(off=False, concern="numerics")
     gradient_accumulation_steps = Int(1, min=1, max=4096, help="micro-batches per optimizer step").tag(
         unit="micro-batches", off=1, concern="gradients")
     ema = Real(None, 0, 1, allow_none=True,

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 
 from ..core import UnknownName, UserError, derive_seed, strict
 from ..losses.frequency import amplitude_phase, charbonnier, fft_loss, l1
+from ..memory.inference import sums_device
 from ..metrics import psnr, ssim
 from ..nets import frequency
 from ..nets.restoration import OPTIONS, restoration_net
@@ -297,6 +298,7 @@ def restore(
     whole,  # `Whole` of a dataset
     tile:int=None,  # side of the tiles, voxels, ≥ 1; None: as the training crop
     overlap:float=0.5,  # of neighbouring tiles, share of their side, in [0, 1)
+    sums:str="auto",  # where tiles are added up, see `sums_device`
     progress:bool=None,  # show a bar over the tiles; None: on a terminal
 ) -> torch.Tensor:  # (n, 1, *space) on the CPU, in the input's scale
     "Restore every frame of a picture; raises `UserError` for tiles that cannot be."
@@ -305,10 +307,11 @@ def restore(
     bar = sys.stderr.isatty() if progress is None else progress
     run = lambda w: model(w[:, :1], w[:, 1:] if w.shape[1] > 1 else None).float()
     frames = whole.image if whole.depth is None else torch.cat([whole.image, whole.depth], 1)
-    if all(n <= s for n, s in zip(frames.shape[2:], size)): tiled = run
-    else: tiled = lambda x: sliding_window_inference(x, size, 4, run, overlap=overlap,
-        mode="gaussian", padding_mode="replicate", progress=bar)
-    return torch.cat([tiled(x[None].to(device)).cpu() for x in frames])
+    place = sums_device(sums, frames[0].numel(), device)
+    if all(n <= s for n, s in zip(frames.shape[2:], size)): tiled = lambda x: run(x.to(device))
+    else: tiled = lambda x: sliding_window_inference(x.to(place), size, 4, run, overlap=overlap,
+        mode="gaussian", padding_mode="replicate", progress=bar, sw_device=device, device=place)
+    return torch.cat([tiled(x[None]).cpu() for x in frames])
 
 # %% ../../nbs/recipes/02_restoration.ipynb #d1fa0160
 def _input(pair):
@@ -319,7 +322,9 @@ def _input(pair):
 
 
 Restoration.predict_options = dict(tile=(int, None, "side of the tiles; default the side of the training crop"),
-    overlap=(float, 0.5, "of neighbouring tiles, share of their side"))
+    overlap=(float, 0.5, "of neighbouring tiles, share of their side"),
+    sums=(str, "auto", "where tiles are added up: device, host, or auto: the device where they take less than a "
+        "quarter of what is free"))
 
 
 @patch

@@ -17,6 +17,7 @@ from fastcore.basics import patch
 
 from ..core import UserError, derive_seed, strict
 from ..losses.segmentation import SurfaceTerm, ce_loss, cldice_loss, dice_loss, supervised
+from ..memory.inference import sums_device
 from ..metrics import label_scores
 from ..nets.segmentation import classes_of, heads, segmentation_net, side_factor
 from ..data.cases import Report
@@ -382,6 +383,7 @@ def probabilities(
     tile:int=None,  # side of the windows, voxels, ≥ 1, made a multiple of what the network divides by; None: the patch
     overlap:float=0.5,  # of neighbouring windows, share of their side, in [0, 1)
     flips:bool=False,  # mean over all flips along the recipe's axes
+    sums:str="auto",  # where windows are added up, see `sums_device`
     progress:bool=None,  # show a bar over the windows; None: on a terminal
 ) -> torch.Tensor:  # (n, z, y, x) float32 on the CPU
     "The probability of every class in every voxel; raises `UserError` for windows that cannot be."
@@ -391,9 +393,10 @@ def probabilities(
     run = lambda w: heads(model(w))[0].float().softmax(1)
     bar = sys.stderr.isatty() if progress is None else progress
     ways, total = _flip_axes(recipe.flips if flips else ""), 0
+    place = sums_device(sums, image[0].numel() * len(recipe.table), device)
     for axes in ways:
-        p = sliding_window_inference(image[None].flip(axes).to(device), size, 4, run,
-            overlap=overlap, mode="gaussian", progress=bar)
+        p = sliding_window_inference(image[None].flip(axes).to(place), size, 4, run,
+            overlap=overlap, mode="gaussian", progress=bar, sw_device=device, device=place)
         total = total + p.flip(axes).cpu() / len(ways)
     return total[0]
 
@@ -415,6 +418,8 @@ Segmentation.predict_options = dict(
     tile=(int, None, "side of the windows, made a multiple of what the network divides by; default the patch"),
     overlap=(float, 0.5, "of neighbouring windows, share of their side"),
     flips=(bool, False, "true: mean over the flips that were trained with"),
+    sums=(str, "auto", "where windows are added up: device, host, or auto: the device where they take less than a "
+        "quarter of what is free"),
     largest=(bool, False, "true: only the largest component of each label"),
     threshold=(float, None, "least probability of a label, else it is background; default the most likely class"))
 

@@ -12,6 +12,7 @@ from ..contracts.state import KnobBinding
 from ..core import UserError
 from ..knobs.knobs import Knobs
 from ..memory.savings import read_checkpointing, set_checkpointing
+from ..numerics.tf32 import read_tf32, set_tf32
 
 # %% ../../nbs/train/06_bindings.ipynb #1be28ca4
 def set_weight_decay(
@@ -51,7 +52,7 @@ def outer_bindings(
     optimizer:torch.optim.Optimizer,
     knobs:Knobs,
 ) -> dict:  # knob → `KnobBinding`
-    "The bindings of knobs that live in the optimizer, the network, and what the recipe uses."
+    "The bindings of knobs that live in the optimizer, the network, in torch, and in what the recipe uses."
     def own(knob):
         "The binding of a recipe's own knob."
         return KnobBinding(lambda value, source: recipe.apply(knob, value, model),
@@ -59,5 +60,6 @@ def outer_bindings(
 
     decay = KnobBinding(lambda value, source: set_weight_decay(optimizer, value), lambda: read_weight_decay(optimizer))
     switch = KnobBinding(lambda value, source: recompute(model, value), lambda: read_checkpointing(model))
+    rounding = KnobBinding(lambda value, source: set_tf32(value), read_tf32)
     names = sorted(knobs.class_traits().keys() - Knobs.class_traits().keys())
-    return dict(weight_decay=decay, activation_checkpointing=switch) | {k: own(k) for k in names}
+    return dict(weight_decay=decay, activation_checkpointing=switch, tf32=rounding) | {k: own(k) for k in names}

@@ -120,7 +120,7 @@ def restore(self:Saver,
     """Go back to a checkpoint. Raises `UserError` before anything is changed where there is none, or where it is
     damaged."""
     row, left = self._row(step), self.iteration
-    state = read_state(self.checkpoints.folder / row["file"], row["sha256"], self.device)
+    state = read_state(self.checkpoints.folder / row["file"], row["sha256"])
     with self.loop.lock:
         self.loop.flush()
         self.state.load_state_dict(state, back=True)
@@ -166,7 +166,7 @@ def resume(self:Saver,
     ask,  # function (source, at, **knobs)
 ):
     "Take up a run where its newest whole checkpoint was written."
-    state, passed = self.checkpoints.newest(self.device)
+    state, passed = self.checkpoints.newest()
     for reason in passed: self.writer.event("checkpoint", reason, "error")
     if passed and not state:
         raise UserError(f"none of the {len(passed)} checkpoints of {self.writer.path} can be read, such as "

@@ -29,6 +29,7 @@ from ..knobs.fixes import Fixes, Switch
 from ..knobs.mailbox import Change, Mailbox
 from ..memory.inference import run_with_oom_retry
 from ..memory.manager import MemoryManager
+from ..memory.oom import give_back
 from ..memory.retry import OOMRetry
 from ..memory.savings import read_checkpointing
 from ..memory.usage import Memory
@@ -49,7 +50,7 @@ from .process import movable, start_process
 from .progress import Bar, Progress, last_step
 from .saving import Saver, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
-from .state import recipe_of, torch_device
+from .state import on_device, recipe_of, torch_device
 from .telemetry import Telemetry
 from .worker import Worker, idle, interrupts, start_worker, wait_for
 
@@ -280,7 +281,7 @@ def fit(self:Trainer,
     if progress is None: progress = sys.stderr.isatty() or "ipykernel" in sys.modules
     with interrupts(self.stop):
         self._claim(steps, until)
-        self.worker.run(lambda: self._train(progress))
+        self.worker.run(lambda: self._train_here(progress))
     return self
 
 # %% ../../nbs/train/09_trainer.ipynb #cdd91424
@@ -294,7 +295,7 @@ def start(self:Trainer,
     forever = steps is None and until is None
     if process: return self._hand_over(None if forever else last_step(self.iteration, steps, until))
     self._claim(steps, 10**12 if forever else until)
-    start_worker(self.worker, lambda: self._train(False))
+    start_worker(self.worker, lambda: self._train_here(False))
     return self
 
 # %% ../../nbs/train/09_trainer.ipynb #218e151f
@@ -306,8 +307,22 @@ def _hand_over(self:Trainer, until):
     trust = movable(self.recipe, self.path, self.writer.loggers.loggers)
     self.save()
     self.close()
+    self._let_go()
     start_process(self.path, until, str(self.device), self.threads, trust)
     return Run(self.path)
+
+# %% ../../nbs/train/09_trainer.ipynb #b58d1f46
+@patch
+def _let_go(self:Trainer):
+    "Take everything off the device; the trainer is closed."
+    step = self.step
+    self.system.to("cpu")
+    if step.ema: step.ema.shadow = {k: v.cpu() for k, v in step.ema.shadow.items()}
+    for p in self.model.parameters(): p.grad = None
+    self.optimizer.state.clear()
+    step.share, step.batch = None, None
+    step.watch()  # its copies of buffers, too
+    give_back()
 
 # %% ../../nbs/train/09_trainer.ipynb #4a4dce69
 @patch
@@ -346,6 +361,13 @@ def wait(self:Trainer,
     return self
 
 # %% ../../nbs/train/09_trainer.ipynb #2f3b83a0
+@patch
+def _train_here(self:Trainer, show):
+    "Train in this thread, with the trainer's GPU as the current one and torch's rounding as the knob says."
+    self.bindings["tf32"].write(self.knobs.tf32, "start")
+    with on_device(self.device): self._train(show)
+
+
 @patch
 def _train(self:Trainer, show):
     torch.set_num_threads(self.threads)
@@ -414,7 +436,7 @@ def snapshot(self:Trainer) -> torch.nn.Module:
 def _outside(self:Trainer, call, where, retries, options):
     "(what `call` returned, None), or (None, why it could not)."
     side = max(getattr(self.recipe, "image_size", None) or (0,))
-    with torch.no_grad():
+    with torch.no_grad(), on_device(self.device):
         return run_with_oom_retry(call, where, retries, options, self.memory, self._report,
             "tile" in self.recipe.predict_options, side)
 
