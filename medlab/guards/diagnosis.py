@@ -15,6 +15,7 @@ from ..contracts.batch import Batch, StepBatch
 from ..numerics.probe import Probe
 from ..step.dropping import TOO_FEW
 from ..step.gradients import exact_norm, no_gradient
+from ..step.speed import eager
 
 # %% ../../nbs/guards/00_diagnosis.ipynb #b30d07ee
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def _backward_fault(step, probe):
 def _once(step, iteration, i, batch):
     "Forward and backward pass with hooks; (where, module, text) of the first fault, or None."
     for p in step.params: p.grad = None
-    with Probe(step.model) as probe:
+    with eager(step.model), Probe(step.model) as probe:
         out = step.forward(iteration, i, batch)
         loss = out["loss"].sum() / batch.size
         if loss.requires_grad: (step.scaler.scale(loss) if step.knobs.now.precision == "fp16" else loss).backward()
@@ -112,7 +113,8 @@ def trace(
     "Make the forward pass of a micro-batch again, with the same random numbers, to name the module."
     audited, step.audited = step.audited, True  # without a graph no loss depends on the model
     try:
-        with torch.no_grad(), Probe(step.model) as probe: out = step.forward(t.iteration, i, batch)
+        with torch.no_grad(), eager(step.model), Probe(step.model) as probe:
+            out = step.forward(t.iteration, i, batch)
     finally: step.audited = audited
     sound = "none", "", "the same pass made again is sound: the fault was transient"
     where, module, text = _forward_fault(probe, out["loss"].sum()) or sound

@@ -60,6 +60,8 @@ FIXES = (
     Fix("fp32", dict(precision="fp32"), dict(precision="fp16"), "ends overflow in half precision"),
     Fix("exact_fp32", dict(tf32=False), dict(tf32=True), "keeps every digit of fp32 in convolutions on a GPU",
         "inputs rounded to ten bits, on the CPU: 3e-4 of a product of matrices, against 2e-7 in fp32"),
+    Fix("channels_last", dict(channels_last=True), dict(channels_last=False), "convolutions run faster"),
+    Fix("compile", dict(compile="model"), dict(compile="off"), "fuses what lies between convolutions"),
     Fix("clip_norm", dict(clip_norm=1.0), dict(clip_norm=None), "bounds the update of a bad batch"),
     Fix("clip_by_loss", dict(clip_by_loss=True), dict(clip_by_loss=False), "clips harder while the loss is high"),
     Fix("scaler_watch", dict(scaler_watch=True, scale_floor=1.0), dict(scaler_watch=False, scale_floor=0.0),

@@ -13,6 +13,7 @@ from ..core import UserError
 from ..knobs.knobs import Knobs
 from ..memory.savings import read_checkpointing, set_checkpointing
 from ..numerics.tf32 import read_tf32, set_tf32
+from ..step.speed import read_channels_last, read_compile, set_channels_last, set_compile
 
 # %% ../../nbs/train/06_bindings.ipynb #1be28ca4
 def set_weight_decay(
@@ -61,5 +62,9 @@ def outer_bindings(
     decay = KnobBinding(lambda value, source: set_weight_decay(optimizer, value), lambda: read_weight_decay(optimizer))
     switch = KnobBinding(lambda value, source: recompute(model, value), lambda: read_checkpointing(model))
     rounding = KnobBinding(lambda value, source: set_tf32(value), read_tf32)
+    layout = KnobBinding(lambda value, source: set_channels_last(model, value, optimizer),
+        lambda: read_channels_last(model))
+    compiled = KnobBinding(lambda value, source: set_compile(model, value), lambda: read_compile(model))
     names = sorted(knobs.class_traits().keys() - Knobs.class_traits().keys())
-    return dict(weight_decay=decay, activation_checkpointing=switch, tf32=rounding) | {k: own(k) for k in names}
+    return dict(weight_decay=decay, activation_checkpointing=switch, tf32=rounding, channels_last=layout,
+        compile=compiled) | {k: own(k) for k in names}

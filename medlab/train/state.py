@@ -27,6 +27,7 @@ from ..recipes.base import Recipe
 from ..run.checkpoint import newest_state
 from ..run.directory import Run
 from ..run.older_names import current
+from ..step.speed import match_layout
 
 # %% ../../nbs/train/03_state.ipynb #7bce247a
 def torch_device(
@@ -116,6 +117,7 @@ class OptimizerState:
         moments = _into(self.optimizer.state_dict()["state"], state["state"])
         self.optimizer.load_state_dict({**state, "state": moments})
         for g, k in zip(self.optimizer.param_groups, kept): g.update(k)
+        match_layout(self.optimizer)
 
     def check(self, state):
         "Raise `UserError` for another optimizer's state."

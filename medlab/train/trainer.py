@@ -21,6 +21,7 @@ from ..batches.processes import refuse_child
 from ..batches.quarantine import Quarantine
 from ..contracts.result import Notice
 from ..core import UserError
+from ..guards.compilation import CompileWatch
 from ..guards.escalation import EscalationPolicy
 from ..guards.loss_scale import LossScaleWatch
 from ..guards.zero_gradient import ZeroGradientWatch
@@ -201,9 +202,9 @@ def _make_listeners(self:Trainer):
     self.escalation = EscalationPolicy(self.knobs, self.step, self.quarantine, lambda: self.saver.kept, report,
         self.memory)
     self.step.dropping.second_look.look = self.escalation.second_look
-    zero = ZeroGradientWatch(self.knobs, self.optimizer, report)
-    self.listeners = [self.memory_watch, zero, self.loss_scale, self.telemetry, self.controls, self.quarantine,
-        self.escalation]
+    zero, compiled = ZeroGradientWatch(self.knobs, self.optimizer, report), CompileWatch(self.model, report)
+    self.listeners = [self.memory_watch, zero, compiled, self.loss_scale, self.telemetry, self.controls,
+        self.quarantine, self.escalation]
 
 # %% ../../nbs/train/09_trainer.ipynb #f1cac7fb
 @patch

@@ -1,0 +1,77 @@
+"""Switches of speed, turned while every recipe trains: the same weights but for rounding, also over a resume, and said."""
+import functools
+
+import pytest
+import torch
+
+from medlab import recipes
+from medlab.step.speed import graphs_of, read_channels_last, read_compile, set_compile
+from medlab.train import bindings
+from medlab.train.trainer import Trainer
+
+ALL = "FastDDPM", "Restoration", "Segmentation"
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch):
+    "Networks are traced, forwards and backwards, and not compiled: that takes minutes, and is done in nbs/bench/speed."
+    monkeypatch.setattr(bindings, "set_compile", functools.partial(set_compile, backend="aot_eager"))
+    yield
+    torch.compiler.reset()
+
+
+def trained(path, name, steps, changes=(), resume=False, **knobs):
+    "A tiny recipe after so many steps: (weights, verified changes, events of compilation, the trainer)."
+    cls = getattr(recipes, name)
+    with Trainer(cls(**{**cls.tiny, "batch_size": 2}), path, resume=resume, threads=1, **knobs) as t:
+        for at, change in changes: t.set(at=at, **change)
+        t.fit(steps, progress=False)
+        weights = torch.cat([p.detach().flatten() for p in t.model.parameters()])
+        return weights, [(c.state, c.verified) for c in t.run.changes()], [e for e in t.run.events("compilation")], t
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_channels_last_is_turned_on_and_off_and_resumed(tmp_path, name):
+    plain, *_ = trained(tmp_path / "plain", name, 5)
+    changes = [(3, dict(channels_last=False)), (4, dict(channels_last=True))]
+    _, verified, _, t = trained(tmp_path / "switched", name, 4, changes, channels_last=True)
+    assert verified == [("applied", True)] * 2 and read_channels_last(t.model)
+    strides = lambda t: [[v.stride() == p.stride() for v in s.values() if torch.is_tensor(v) and v.shape == p.shape]
+        for p, s in t.optimizer.state.items()]
+    assert all(map(all, strides(t))) and any(strides(t))
+    weights, _, _, t = trained(tmp_path / "switched", name, 1, resume=True)
+    assert read_channels_last(t.model) and all(map(all, strides(t)))
+    assert (weights - plain).abs().max() < 2e-4, "Adam divides differences of rounding by their own size"
+    assert (weights - plain).square().mean().sqrt() < 1e-5
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_compile_is_turned_on_and_off(tmp_path, name):
+    plain, *_ = trained(tmp_path / "plain", name, 4)
+    weights, verified, events, t = trained(tmp_path / "switched", name, 4, [(2, dict(compile="model")), (4, dict(compile="off"))])
+    assert verified == [("applied", True)] * 2 and read_compile(t.model) == "off" and graphs_of(t.model) is None
+    assert events and events[0].step == 2 and events[0].data["graphs"] >= 1
+    assert (weights - plain).abs().max() < 1e-4
+
+
+def test_a_diagnosis_sees_through_a_compiled_network(tmp_path):
+    cls = recipes.Restoration
+    with Trainer(cls(**{**cls.tiny, "batch_size": 2}), tmp_path / "run", threads=1, compile="model", drop_looks=4) as t:
+        t.fit(1, progress=False)
+        name, module = next((n, m) for n, m in t.model.named_modules() if isinstance(m, torch.nn.Conv2d))
+        forward = module.forward
+        module.forward = lambda x: forward(x) * torch.nan
+        torch.compiler.reset()  # so that the fault is traced
+        t.fit(1, progress=False)
+        found = [e.data.get("module") for e in t.run.events() if e.kind in ("drop", "diagnosis")]
+        assert name in found and read_compile(t.model) == "model"
+
+
+def test_what_cannot_be_compiled_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(bindings, "set_compile", functools.partial(set_compile, backend="none such"))
+    cls = recipes.Restoration
+    with Trainer(cls(**cls.tiny), tmp_path / "run", threads=1) as t:
+        change = t.set(compile="model")
+        t.fit(2, progress=False)
+        assert change.state == "refused" or change.state == "reverted", change
+        assert "nothing can be compiled for cpu" in change.reason and t.knobs.compile == "off" == read_compile(t.model)
