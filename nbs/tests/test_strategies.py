@@ -1,6 +1,6 @@
 """Random courses of faults and changes end alike, whether the host decides at every step or the device does.
 
-MEDLAB_SEQUENCES=500 pytest nbs/tests/test_strategies.py draws more of them than the usual 40.
+MEDLAB_SEQUENCES=500 pytest nbs/tests/test_strategies.py draws more of them than the usual 24.
 
 Two things differ by intention. A sample with a non-finite loss leaves the batch on the host, and the step is taken with
 the others; the device, which nobody may ask, leaves the step out, and its cases are named when they are read. And what
@@ -23,7 +23,7 @@ from medlab.step.step import HostDecisions
 from medlab.train import trainer as train
 from medlab.train.trainer import Trainer
 
-SEQUENCES, STEPS, FAULTS = int(os.environ.get("MEDLAB_SEQUENCES", 40)), 24, ("inf", "nan", "huge", "detached", "sample", "part")
+SEQUENCES, STEPS, FAULTS = int(os.environ.get("MEDLAB_SEQUENCES", 24)), 24, ("inf", "nan", "huge", "detached", "sample", "part")
 OWN = "diagnosis", "segment", "checkpoint", "command"  # of the host alone, or of the end
 
 
