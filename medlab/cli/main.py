@@ -185,7 +185,7 @@ def _in_memory(recipe, model, case, options):
     memory, tiled = Memory(next(model.parameters()).device), "tile" in recipe.predict_options
     with torch.no_grad(): return run_with_oom_retry(call, "prediction", 2, options, memory, said, tiled, side)
 
-
+# %% ../../nbs/cli/04_main.ipynb #c6cb0a25
 def _predict_one(recipe, model, case, output, options):
     "Predict and write a case; False where it could not be, which is said on stderr."
     try:

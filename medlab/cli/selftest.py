@@ -47,7 +47,7 @@ class Finding:
     remedy:str = ""  # what to do about it; empty: nothing
     data:dict = dataclasses.field(default_factory=dict)  # the figures; JSON-serializable
 
-
+# %% ../../nbs/cli/03_selftest.ipynb #b4efbe55
 def _timed(call, device, rounds=5):
     "The median time of a call, s; the first one does not count."
     wait = lambda: torch.cuda.synchronize(device) if device.type == "cuda" else None
@@ -130,7 +130,7 @@ def _data(n, device, side=12):
     x = torch.randn(2, 1, side, side, side, generator=generator(n, "selftest"))
     return StepBatch.of(dict(x=x.to(device)))
 
-
+# %% ../../nbs/cli/03_selftest.ipynb #493770dc
 def _taken(step, device, steps=12, spoil=5):
     "Results of a few steps, of which one has a gradient that is not finite; the weights after them."
     step.model[3].weight.register_hook(lambda g: g * (torch.inf if step.iteration == spoil else 1.0))
@@ -140,7 +140,7 @@ def _taken(step, device, steps=12, spoil=5):
         results += [result] if result.settled else step.settle(n == steps)
     return results, torch.cat([p.detach().float().cpu().flatten() for p in step.model.parameters()])
 
-
+# %% ../../nbs/cli/03_selftest.ipynb #9e690b8f
 def check_strategies(device, folder) -> Finding:
     "Twelve steps, one of them poisoned, decided by the host and by the device."
     (a, wa), (b, wb) = (_taken(_toy(device, d, log_every=4), device) for d in (HostDecisions, DeviceDecisions))
@@ -175,7 +175,7 @@ def _native_half(device):
     try: return bool(torch.isfinite(torch.fft.rfft2(torch.ones(8, 8, dtype=torch.half, device=device)).abs().sum()))
     except RuntimeError: return False
 
-
+# %% ../../nbs/cli/03_selftest.ipynb #af182c0f
 def check_precisions(device, folder) -> Finding:
     "Loss and time of a training step in each precision, against float32."
     names = ("fp32", "bf16", "fp16") if device.type == "cuda" else ("fp32", "bf16")
@@ -218,7 +218,7 @@ class Probe(Recipe):
 
 def _weights(trainer): return torch.cat([p.detach().float().cpu().flatten() for p in trainer.model.parameters()])
 
-
+# %% ../../nbs/cli/03_selftest.ipynb #c4cd3fcc
 def check_resume(device, folder) -> Finding:
     "Six steps at once against three, a new start from the checkpoint, and three more."
     from medlab.train.trainer import Trainer
@@ -241,7 +241,7 @@ def _written(path, size):
         os.fsync(f.fileno())
     return time.perf_counter() - start
 
-
+# %% ../../nbs/cli/03_selftest.ipynb #22fe2bee
 def check_disk(device, folder) -> Finding:
     "How fast the disk takes a checkpoint, and a single row; which file system it is."
     from medlab.run.store import NETWORK, file_system

@@ -198,7 +198,7 @@ def _check_size(shape):
         raise UserError(f"a mask of shape {tuple(shape)}: the kernels take fewer than 2³¹ voxels, "
                         "and at most 2²⁴ along an axis; cut it")
 
-
+# %% ../../nbs/losses/02_edt_triton.ipynb #87536dc4
 def distances(
     sites:Tensor,  # (b, y, x) or (b, z, y, x) bool, contiguous, on a GPU
     spacing:tuple,  # voxel size of the spatial axes

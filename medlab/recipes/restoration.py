@@ -291,7 +291,7 @@ def _tile_size(recipe, tile, overlap):
     if tile >= 1: return (tile,) * recipe.spatial_dims
     raise UserError(f"tile={tile} must be at least 1 voxel; leave it away for {recipe.image_size}")
 
-
+# %% ../../nbs/recipes/02_restoration.ipynb #15980993
 def restore(
     recipe:Restoration,
     model:torch.nn.Module,  # in evaluation mode

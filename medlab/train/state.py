@@ -104,7 +104,7 @@ def _into(own, theirs):
 
     return {k: {n: value(own.get(k, {}).get(n), v) for n, v in s.items()} for k, s in theirs.items()}
 
-
+# %% ../../nbs/train/03_state.ipynb #f74ed25e
 class OptimizerState:
     "The optimizer as a part."
 

@@ -31,12 +31,12 @@ from ..knobs.mailbox import Change, Mailbox
 from ..memory.inference import run_with_oom_retry
 from ..memory.manager import MemoryManager
 from ..memory.oom import give_back
+
+# %% ../../nbs/train/09_trainer.ipynb #7ba5d4a6
 from ..memory.retry import OOMRetry
 from ..memory.savings import read_checkpointing
 from ..memory.usage import Memory
 from ..memory.watch import MemoryWatch
-
-# %% ../../nbs/train/09_trainer.ipynb #7ba5d4a6
 from ..parallel.replicas import replicas_here
 from ..recipes.base import Recipe
 from ..run.directory import Run
