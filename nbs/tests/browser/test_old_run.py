@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from medlab import recipes
-from medlab.run.records import EVENTS, KNOBS
+from medlab.run.older_names import EVENTS, KNOBS
 
 OLD = Path(__file__).parents[1] / "fixtures" / "run_v1"
 DRAWN = """() => [...document.querySelectorAll('.medlab-curves .mc-panel')].map(p => {
