@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 
+import numpy as np
 import torch
 from fastcore.basics import patch
 
@@ -287,7 +288,8 @@ def bindings(self:Step) -> dict:
 @patch
 def _read_lr(self:Step):
     group = self.optimizer.param_groups[0]  # another dictionary after a state was loaded
-    return group["lr"] / group.get("lr_scale", 1.0)
+    lr = group["lr"] / group.get("lr_scale", 1.0)
+    return float(str(np.float32(lr.item()))) if torch.is_tensor(lr) else lr  # 0.01, and not 0.00999999978
 
 
 @patch
