@@ -66,13 +66,6 @@ def __call__(self:DeviceCopy,
     for v in moved.values(): v.record_stream(now)
     return {**batch, **moved}
 
-# %% ../../nbs/batches/04_loader.ipynb #8be2da21
-#| export
-#| export
-#| export
-#| export
-
-
 # %% ../../nbs/batches/04_loader.ipynb #dba38692
 def good_samples(
     batch:Collated,

@@ -51,6 +51,7 @@ def seconds_in(
     "How long a convolution of the demo's size takes forwards and backwards, the better of two."
     conv, x = torch.nn.Conv3d(16, 16, 3, padding=1).to(device), torch.randn(2, 16, 24, 24, 24, device=device)
     def once():
+        "The seconds of one pass."
         start = time.perf_counter()
         with autocast(precision, device): out = conv(x)
         out.float().square().mean().backward()

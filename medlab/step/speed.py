@@ -27,8 +27,9 @@ def read_channels_last(
     model:nn.Module,
 ) -> bool:
     "Whether the weights of all convolutions lie with their channels last; False for a network without any."
-    found = [p.is_contiguous(memory_format=layout) for p, layout in _layouts(model)]
-    return bool(found) and all(found) and not all(p.is_contiguous() for p, _ in _layouts(model))
+    found = _layouts(model)
+    if all(p.is_contiguous() for p, _ in found): return False  # also where there is none
+    return all(p.is_contiguous(memory_format=layout) for p, layout in found)
 
 # %% ../../nbs/step/07_speed.ipynb #318d9871
 def match_layout(
