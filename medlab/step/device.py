@@ -33,7 +33,7 @@ class DeviceDecisions:
         self.table = None  # values by optimizer step
         self.offset = None  # steps taken since the table was made, on the device
         self.bad = []  # of this step, for each micro-batch: names of its samples, mask of non-finite losses
-        for g in step.optimizer.param_groups: g["lr"] = torch.as_tensor(g["lr"]).clone()
+        for g in step.optimizer.param_groups: g["lr"] = torch.as_tensor(g["lr"], device=step.device).clone()
 
     @property
     def scaler(self):

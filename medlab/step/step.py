@@ -248,6 +248,18 @@ def settle(self:Step, force=False) -> list:
     "Results that were left on the device, once their logging interval is full, or when forced."
     return self.decisions.settle(force)
 
+# %% ../../nbs/step/05_step.ipynb #920205e2
+@patch
+def decide(self:Step,
+    strategy:type,  # `HostDecisions` or `DeviceDecisions`
+):
+    "Let a strategy take the decisions from the next step on. Raises `RuntimeError` where results were not fetched."
+    if type(self.decisions) is strategy: return
+    if left := self.decisions.settle(force=True):
+        raise RuntimeError(f"{len(left)} results wait on the device; settle() and deliver them before another "
+            "strategy decides")
+    self.decisions, self.given_lr = strategy(self), None
+
 # %% ../../nbs/step/05_step.ipynb #4fd5674a
 @patch
 def averaged(self:Step) -> EMA:

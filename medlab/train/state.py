@@ -27,6 +27,7 @@ from ..recipes.base import Recipe
 from ..run.checkpoint import newest_state
 from ..run.directory import Run
 from ..run.older_names import current
+from ..step.kernels import read_cudnn_benchmark
 from ..step.speed import match_layout
 
 # %% ../../nbs/train/03_state.ipynb #7bce247a
@@ -113,7 +114,7 @@ class OptimizerState:
 
     def load_state_dict(self, state):
         "Take them up, but for what belongs to the device."
-        kept = [{k: g[k] for k in ("lr", "fused") if k in g} for g in self.optimizer.param_groups]
+        kept = [{k: g[k] for k in ("lr", "fused", "foreach") if k in g} for g in self.optimizer.param_groups]
         moments = _into(self.optimizer.state_dict()["state"], state["state"])
         self.optimizer.load_state_dict({**state, "state": moments})
         for g, k in zip(self.optimizer.param_groups, kept): g.update(k)
@@ -208,7 +209,8 @@ def environment(
     "What a segment of a run is computed with."
     return dict(medlab=medlab.__version__, torch=torch.__version__, python=platform.python_version(),
         device=str(device),
-        threads=threads, tf32=read_tf32(), pid=os.getpid(), host=socket.gethostname())
+        threads=threads, tf32=read_tf32(), cudnn_benchmark=read_cudnn_benchmark(),
+        pid=os.getpid(), host=socket.gethostname())
 
 # %% ../../nbs/train/03_state.ipynb #92e29ed9
 def recipe_of(

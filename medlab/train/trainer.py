@@ -11,6 +11,7 @@ import copy
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,10 +43,11 @@ from ..recipes.base import Recipe
 from ..run.directory import Run
 from ..run.writer import RunWriter, stored_meta
 from ..step.device import decisions_for, log_every_on
+from ..step.kernels import set_implementation
 from ..step.schedule import LRSchedule
 from ..step.step import Step
 from .actions import Actions
-from .bindings import outer_bindings
+from .bindings import outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
 from .process import movable, start_process
 from .progress import Bar, Progress, last_step
@@ -186,9 +188,17 @@ def _make_controls(self:Trainer):
     "Knobs, their owners, and who may ask for a change."
     self.mailbox = Mailbox(self.writer.store, self.recipe.Knobs)
     for part in (self.step, self.retry, self.batches): self.bindings |= part.bindings()
+    implementation = self.bindings["optimizer_implementation"]
+    self.bindings["optimizer_implementation"] = replace(implementation, write=self._implement)
     self.controls = Controls(self.knobs, self.mailbox, self.writer, self.bindings)
     self.controls.probe = self.step.probe
     self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
+
+# %% ../../nbs/train/09_trainer.ipynb #24308c1b
+@patch
+def _implement(self:Trainer, value, source):
+    set_implementation(self.optimizer, value)
+    self.step.decide(decisions_for(self.optimizer, self.step.replicas))
 
 # %% ../../nbs/train/09_trainer.ipynb #615837a2
 @patch
@@ -364,8 +374,8 @@ def wait(self:Trainer,
 # %% ../../nbs/train/09_trainer.ipynb #2f3b83a0
 @patch
 def _train_here(self:Trainer, show):
-    "Train in this thread, with the trainer's GPU as the current one and torch's rounding as the knob says."
-    self.bindings["tf32"].write(self.knobs.tf32, "start")
+    "Train in this thread, with the trainer's GPU as the current one and the process's settings as its knobs say."
+    for k in process_bindings(): self.bindings[k].write(getattr(self.knobs, k), "start")
     with on_device(self.device): self._train(show)
 
 

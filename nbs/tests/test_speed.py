@@ -5,8 +5,13 @@ import pytest
 import torch
 
 from medlab import recipes
+from medlab.core import UserError
+from medlab.run.directory import Run
+from medlab.step.device import DeviceDecisions
+from medlab.step.kernels import read_implementation
 from medlab.step.speed import graphs_of, read_channels_last, read_compile, set_compile
-from medlab.train import bindings
+from medlab.step.step import HostDecisions
+from medlab.train import bindings, trainer
 from medlab.train.trainer import Trainer
 
 ALL = "FastDDPM", "Restoration", "Segmentation"
@@ -75,3 +80,56 @@ def test_what_cannot_be_compiled_is_refused(tmp_path, monkeypatch):
         t.fit(2, progress=False)
         assert change.state == "refused" or change.state == "reverted", change
         assert "nothing can be compiled for cpu" in change.reason and t.knobs.compile == "off" == read_compile(t.model)
+
+
+@pytest.mark.parametrize("forced", (False, True), ids=("host", "device"))
+@pytest.mark.parametrize("name", ALL)
+def test_the_optimizer_changes_its_implementation_and_is_resumed(tmp_path, monkeypatch, name, forced):
+    "To and fro while training runs; on a device the strategy goes with it, and comes back."
+    fused = lambda optimizer, replicas=None: DeviceDecisions if read_implementation(optimizer) == "fused" else HostDecisions
+    if forced: monkeypatch.setattr(trainer, "decisions_for", fused)
+    knob = lambda value: dict(optimizer_implementation=value)
+    plain, *_ = trained(tmp_path / "plain", name, 6)
+    changes = [(2, knob("foreach")), (3, knob("for-loop")), (5, knob("fused"))]
+    _, verified, _, t = trained(tmp_path / "switched", name, 5, changes)
+    assert verified == [("applied", True)] * 3 and read_implementation(t.optimizer) == "fused"
+    assert type(t.step.decisions) is (DeviceDecisions if forced else HostDecisions)
+    weights, _, _, t = trained(tmp_path / "switched", name, 1, resume=True, **knob("foreach"))
+    assert read_implementation(t.optimizer) == "foreach" and type(t.step.decisions) is HostDecisions
+    assert (weights - plain).abs().max() < 2e-4 and (weights - plain).square().mean().sqrt() < 1e-5
+    run = Run(tmp_path / "switched")
+    assert run.metrics("loss")["loss"].step.tolist() == [1, 2, 3, 4, 5, 6] and not run.events("external_lr")
+
+
+def test_an_implementation_that_a_class_has_not_is_refused(tmp_path):
+    cls = recipes.Restoration
+    with Trainer(cls(**cls.tiny, optimizer="NAdam"), tmp_path / "run", threads=1) as t:
+        change = t.set(optimizer_implementation="fused")
+        t.fit(1, progress=False)
+        assert change.state == "reverted" and "NAdam has no fused implementation" in change.reason
+        assert t.knobs.optimizer_implementation == "auto" == read_implementation(t.optimizer)
+
+
+def test_cuda_graphs_are_refused_without_a_gpu(tmp_path):
+    cls = recipes.Restoration
+    with Trainer(cls(**cls.tiny), tmp_path / "run", threads=1) as t:
+        change = t.set(cuda_graphs=True)
+        t.fit(1, progress=False)
+        assert change.state == "reverted" and "leave it off" in change.reason and not t.knobs.cuda_graphs
+    with pytest.raises(UserError, match="cuda_graphs=True needs a network on a GPU"):
+        Trainer(cls(**cls.tiny), tmp_path / "other", threads=1, cuda_graphs=True)
+    assert not (tmp_path / "other").exists(), "refused before the directory is touched"
+
+
+def test_what_cudnn_tries_is_the_knob_of_the_trainer_that_trains(tmp_path):
+    "The setting is the process's: each trainer writes its own, and the run's facts say it."
+    cls = recipes.Restoration
+    with Trainer(cls(**cls.tiny), tmp_path / "on", threads=1, cudnn_benchmark=True) as t:
+        t.fit(1, progress=False)
+        assert torch.backends.cudnn.benchmark
+        with Trainer(cls(**cls.tiny), tmp_path / "off", threads=1) as other: other.fit(1, progress=False)
+        assert not torch.backends.cudnn.benchmark
+        t.set(cudnn_benchmark=True)
+        t.fit(1, progress=False)
+        assert torch.backends.cudnn.benchmark and t.run.environment["cudnn_benchmark"] is True
+    torch.backends.cudnn.benchmark = False
