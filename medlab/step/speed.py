@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core import UserError
 from ..knobs.knobs import COMPILE
-from ..memory.savings import units
+from ..memory.savings import named_blocks
 
 # %% ../../nbs/step/07_speed.ipynb #631ad849
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # dimensions of a weight → its layout
@@ -133,7 +133,7 @@ def set_compile(
     """Compile a network, or its blocks, at the next call; off: call it as it is. Raises `UserError` where it cannot
     be."""
     if what not in COMPILE: raise UserError(f"compile={what!r} must be one of {', '.join(COMPILE)}")
-    blocks = units(model) if what == "blocks" else []
+    blocks = named_blocks(model) if what == "blocks" else []
     if what == "blocks" and not blocks:
         raise UserError(f"{type(model).__name__} has no repeated block that is known by its name; take compile=model")
     if cuda_graphs: _refuse_graphs(next(model.parameters()).device)
