@@ -6,9 +6,10 @@
 __all__ = ['CompileWatch']
 
 # %% ../../nbs/guards/04_compilation.ipynb #38cc4f55
+from fastcore.basics import patch
 from torch import nn
 
-from ..step.speed import graphs_of
+from ..step.speed import graphs_of, uncompiled
 
 # %% ../../nbs/guards/04_compilation.ipynb #e1a3c41d
 class CompileWatch:
@@ -20,13 +21,25 @@ class CompileWatch:
     ):
         self.model, self.report = model, report
         self.graphs = None  # at the last look; None: the network is not compiled
+        self.given_up = 0  # forms of blocks, at the last look
 
     def after_step(self, result, batch):
-        "Report where the number of graphs has changed."
+        "Report where the number of graphs has changed, or torch compiles something no more."
         before, self.graphs = self.graphs, graphs_of(self.model)
+        self._limit(result.iteration)
         if self.graphs == before or self.graphs is None: return
         at, n = result.iteration, self.graphs
         if n: text = f"the network was compiled, {n} graph{'s' * (n > 1)} so far; each new form of input costs another"
         else: text = ("compile is on, and nothing was compiled: losses() calls parts of the network and not the "
             "network itself; take compile=blocks, or leave it off")
         self.report("compilation", f"step {at}: {text}", "info" if n and not before else "warning", at, graphs=n)
+
+# %% ../../nbs/guards/04_compilation.ipynb #50e7dc90
+@patch
+def _limit(self:CompileWatch, at):
+    before, (self.given_up, forms) = self.given_up, uncompiled(self.model)
+    if self.given_up <= before: return
+    what = f"{self.given_up} of {forms} forms of blocks" if forms > 1 else "the network"
+    self.report("compilation", f"step {at}: torch has met too many forms of input and calls {what} as written for "
+        "every other one; keep the shapes of patches and batches alike, or leave compile off", "warning", at,
+        graphs=self.graphs, given_up=self.given_up)
