@@ -203,6 +203,7 @@ def _refuse_settings(cases, modalities, size, mode):
 # %% ../../nbs/data/06_modalities.ipynb #ffd180ed
 class ModalityDataset(torch.utils.data.Dataset):
     "Cases as items of one size: `ds[index, seed]`; raises `UserError` for settings that make no item."
+    seeded = True  # an item is drawn from a seed, see `batches.loading`
 
     def __init__(self,
         cases,  # objects with name, modalities and read

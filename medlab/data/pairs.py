@@ -167,6 +167,7 @@ def _refuse_settings(pairs, size, spatial_dims):
 # %% ../../nbs/data/09_pairs.ipynb #3450fc96
 class PairDataset(torch.utils.data.Dataset):
     "Pairs as crops of one size, `ds[index, seed]`, and as whole cases; raises `UserError` for impossible settings."
+    seeded = True  # an item is drawn from a seed, see `batches.loading`
 
     def __init__(self,
         pairs,  # objects with name, fault, dims and read

@@ -138,6 +138,7 @@ def _start(shape, size, centre):
 # %% ../../nbs/data/13_patches.ipynb #45971e93
 class PatchDataset(torch.utils.data.Dataset):
     "Labelled cases as patches of one size, `ds[index, seed]`, and as whole cases, `ds.whole(index)`."
+    seeded = True  # an item is drawn from a seed, see `batches.loading`
 
     def __init__(self,
         cases,  # objects with name, fault and read

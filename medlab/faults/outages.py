@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch.utils.data import get_worker_info
 
+from ..batches.loading import read_sample
 from ..core import UnknownName, UserError, derive_seed
 from ..run import checkpoint
 from .planted import Plan, named, replaced, spoil
@@ -25,6 +26,7 @@ from .planted import Plan, named, replaced, spoil
 # %% ../../nbs/faults/01_outages.ipynb #8d45ba3a
 class Spoiled:
     "A dataset in which one sample is bad."
+    seeded = True
 
     def __init__(self,
         dataset,  # as `Recipe.dataset` makes it
@@ -35,12 +37,11 @@ class Spoiled:
     ):
         self.dataset, self.times, self.index = dataset, times, index
         self.act, self.note = act, note
-        self.plain = isinstance(dataset, (list, tuple))
 
     def __len__(self): return len(self.dataset)
 
     def __getitem__(self, key):
-        item = self.dataset[key[0] if self.plain else key]
+        item = read_sample(self.dataset, *key)
         if key[0] != self.index or self._spent(): return item
         with open(self.note, "a") as f: f.write("x")
         return self.act(item)
@@ -53,16 +54,16 @@ def _reader(name, index, times, act):
     "A plan that acts where one sample is read; `UserError` for an index that is none."
     def _arm(trainer, due):
         batches, idle = trainer.batches, lambda: not trainer.worker.busy.locked() and not trainer.writer.store.closed
-        before = batches.dataset.dataset, batches.dataset.plain
+        before = batches.dataset.dataset
 
-        def _put(dataset, plain):
-            batches.dataset.dataset, batches.dataset.plain = dataset, plain
+        def _put(dataset):
+            batches.dataset.dataset = dataset
             if idle(): batches.seek(batches.samples_seen)  # workers have a copy
 
-        if not 0 <= index < len(before[0]):
-            raise UserError(f"index={index} must be that of a sample, 0 to {len(before[0]) - 1}")
-        _put(Spoiled(before[0], plan.times, index, act, due.note), False)
-        return lambda: _put(*before)
+        if not 0 <= index < len(before):
+            raise UserError(f"index={index} must be that of a sample, 0 to {len(before) - 1}")
+        _put(Spoiled(before, plan.times, index, act, due.note))
+        return lambda: _put(before)
 
     plan = Plan(f"{name} when sample {index} is read", _arm, 1, times)
     return plan

@@ -192,6 +192,10 @@ class Knobs(LearningRateKnobs, GradientKnobs, SpeedKnobs, DataKnobs, LossScaleKn
         self.now = SimpleNamespace(**self.values())
         self.observe(lambda change: setattr(self.now, change["name"], change["new"]))
 
+    def __getattr__(self, name):
+        if name.startswith("_"): raise AttributeError(name)
+        raise AttributeError(str(UnknownName("knob", name, self.trait_names())))
+
     def values(self) -> dict:
         "Every knob with its value."
         return {k: getattr(self, k) for k in sorted(self.class_traits())}

@@ -117,6 +117,11 @@ class Use:
     cases, split = {}, None  # what `setup` finds: name → case, and the names' `Split`; None: no evaluation
     predict_options, check_options = {}, {}  # of the command line: name → (type, default, help)
     endings = (".nii", ".nii.gz")  # of the files that `write` writes
+    knobs = None  # the knobs in force, while a trainer holds the recipe or a run's model was loaded with it
+
+    def __init_subclass__(cls, **kw):
+        super().__init_subclass__(**kw)
+        if "name" not in vars(cls): cls.name = cls.__name__
 
 # %% ../../nbs/recipes/00_base.ipynb #6a0d7218
 @patch(cls_method=True)
@@ -125,7 +130,7 @@ def check(cls:Use,
     **options,  # of `check_options`
 ):  # report with the property `ok`, whose text is for the user
     "Look at data before any training; raises `UserError` where the recipe has no such check."
-    raise UserError(f"the recipe {cls.name!r} has no check of data")
+    raise UserError(f"{cls.__name__} has no check of data: define check()")
 
 # %% ../../nbs/recipes/00_base.ipynb #b3a7f025
 @patch
@@ -133,7 +138,7 @@ def find(self:Use,
     path,  # file or folder
 ) -> list:  # cases that `predict` takes, each with a `name`; at least one
     "The cases at a path that are to be predicted; raises `UserError` where there is none."
-    raise UserError(f"the recipe {self.name!r} has no prediction")
+    raise UserError(f"{type(self).__name__} has no prediction from files: define find()")
 
 # %% ../../nbs/recipes/00_base.ipynb #16aa79fc
 @patch
@@ -156,7 +161,7 @@ def predict(self:Use,
     **options,  # of `predict_options`
 ):  # what `write` takes
     "Predict one case; raises `UserError` where the recipe has no prediction."
-    raise UserError(f"the recipe {self.name!r} has no prediction")
+    raise UserError(f"{type(self).__name__} has no prediction: define predict()")
 
 # %% ../../nbs/recipes/00_base.ipynb #d00f9eab
 @patch
@@ -182,7 +187,7 @@ def preview(self:Use,
     *choice,  # arguments of one of `previews`
 ) -> dict:  # column → `Volume`, `Image` or `Overlaid`, on one grid: inputs, "prediction", "truth" if known
     "One case as it is predicted now, beside what it should be; raises `UserError` where there is no preview."
-    raise UserError(f"the recipe {self.name!r} has no preview")
+    raise UserError(f"{type(self).__name__} has no preview: define previews() and preview()")
 
 # %% ../../nbs/recipes/00_base.ipynb #b9e2743a
 @patch
@@ -192,7 +197,7 @@ def score(self:Use,
     **options,  # that the recipe's evaluation has
 ) -> dict:  # column → value, the first "case"
     "Metrics of one case, with baselines beside them; raises `UserError` where the recipe has none."
-    raise UserError(f"the recipe {self.name!r} has no evaluation")
+    raise UserError(f"{type(self).__name__} has no evaluation: define score()")
 
 # %% ../../nbs/recipes/00_base.ipynb #fe3e6d36
 @patch
@@ -201,10 +206,18 @@ def evaluate(self:Use,
     cases=None,  # how many, or a list of names; None: all that are held out, see `Split.some`
     **options,  # of `score`
 ) -> Table:
-    "Scores of held-out cases, or of training cases where none is held out; raises `UserError` without a split."
-    if self.split is None: raise UserError(f"the recipe {self.name!r} has no evaluation")
-    rows = [self.score(model, n, **options) for n in self.split.some(cases)]
-    return Table.of(rows, self.split.train)
+    """Scores of held-out cases, or of training cases where none is held out. Raises `UserError` without a split, and
+    where `score` gives no dictionary."""
+    if self.split is None:
+        raise UserError(f"{type(self).__name__} has no evaluation: define score(), and set self.split in setup()")
+    return Table.of([self._row(n, self.score(model, n, **options)) for n in self.split.some(cases)], self.split.train)
+
+
+@patch
+def _row(self:Use, case, scores):
+    if isinstance(scores, dict): return scores if "case" in scores else {"case": case, **scores}
+    raise UserError(f"{type(self).__name__}.score() gave {scores!r:.60} for {case}, and must give a dict of numbers by "
+        "name, such as dict(dice=0.9)")
 
 # %% ../../nbs/recipes/00_base.ipynb #b8129559
 def _check_number(name, value, low):
@@ -228,11 +241,13 @@ class Recipe(Use):
     def __post_init__(self):
         for name, low in self.least.items(): _check_number(name, getattr(self, name), low)
 
+    def __getstate__(self): return {k: v for k, v in vars(self).items() if k != "knobs"}  # of this process
+
 # %% ../../nbs/recipes/00_base.ipynb #c4e93b7f
 @patch
-def dataset(self:Recipe):  # with a length; a list of samples, or `dataset[(index, seed)]` → sample
-    "The training samples, each a dict with the key `case`; sizes agree within a batch."
-    raise NotImplementedError
+def dataset(self:Recipe):  # a list, or a `torch.utils.data.Dataset`; see `batches.loading.read_sample`
+    "The training samples, each a dict whose key `case` names it; sizes agree within a batch."
+    raise NotImplementedError(f"{type(self).__name__} must define dataset()")
 
 # %% ../../nbs/recipes/00_base.ipynb #fdd2b9d2
 @patch
@@ -248,7 +263,7 @@ def prepare(self:Recipe,
 @patch
 def build_model(self:Recipe) -> torch.nn.Module:
     "The network, initialized from torch's global generator, which is seeded before."
-    raise NotImplementedError
+    raise NotImplementedError(f"{type(self).__name__} must define build_model()")
 
 # %% ../../nbs/recipes/00_base.ipynb #b79f839d
 @patch
@@ -256,8 +271,8 @@ def losses(self:Recipe,
     model:torch.nn.Module,  # the trained network, in training mode, under autocast where the knob `precision` says so
     batch:Batch,  # prepared, a Mapping: batch["x"] is (b, …) on the device, batch["case"] a list of length b
 ) -> dict:  # name → tensor (b,); "loss" is minimized, the others are recorded
-    "The losses of each sample."
-    raise NotImplementedError
+    "The losses of each sample; the knobs in force are in `self.knobs`."
+    raise NotImplementedError(f"{type(self).__name__} must define losses()")
 
 # %% ../../nbs/recipes/00_base.ipynb #c9a5e710
 UNFIT = dict(

@@ -240,6 +240,8 @@ def load_model(
     if state is None: raise UserError(f"{path} has no checkpoint to predict from" + "".join(f"; {r}" for r in reasons))
     state, model = upgraded(state), recipe.build_system().model
     set_tf32(state["knobs"].get("tf32", False))
+    recipe.knobs = recipe.Knobs()
+    recipe.knobs.put({k: v for k, v in current(state["knobs"]).items() if k in recipe.knobs.values()})
     model.load_state_dict(state["model"])
     with torch.no_grad():
         for name, p in model.named_parameters(): p.copy_((state["step"]["ema"] or {}).get(name, p))

@@ -105,6 +105,8 @@ def _read(self:Trainer, resume, knobs):
     "Check the knobs, set up the data, and build; what is stored about the run, empty for a new one."
     given = {**self.recipe.initial_knobs(), **knobs}
     self.knobs = self.recipe.Knobs(**self.recipe.Knobs.check(**given))
+    if self.recipe.knobs is not None: self.recipe = copy.copy(self.recipe)  # another trainer's
+    self.recipe.knobs = self.knobs
     stored = stored_meta(self.path, resume)
     self.info = self.recipe.setup(stored.get("data", {}).get("split"))
     self._prepare(None if stored else given)
@@ -403,6 +405,7 @@ def _train(self:Trainer, show):
 @patch
 def _steps(self:Trainer):
     p, first, taken = self.progress, self.iteration, self.step.optimizer_step
+    self._rehearse()
     self.model.train()
     self._catch_up()
     try: self.loop.run(self._upkeep)
@@ -455,10 +458,27 @@ def _outside(self:Trainer, call, where, retries, options):
 @patch
 def _validate(self:Trainer):
     self.loop.flush()
-    metrics, why = self._outside(lambda **kw: self.recipe.evaluate(self.snapshot(), self.knobs.val_cases, **kw).metrics,
-        "validation", self.knobs.val_retries, {})
-    if why: self._report("validation", f"step {self.iteration}: no validation: {why}", "error")
-    else: self.telemetry.put(self.iteration, {f"val_{k}": v for k, v in metrics.items()})
+    try: table, why = self._scores()
+    except Exception as e: table, why = None, f"{type(e).__name__}: {e}\n{traceback.format_exc()}"
+    if why: self._report("validation", f"step {self.iteration}: no validation, and training goes on: {why}", "error")
+    else: self.telemetry.put(self.iteration, {f"val_{k}": v for k, v in table.metrics.items()})
+
+
+@patch
+def _scores(self:Trainer):
+    "(the table of the cases of a validation, None), or (None, why memory did not suffice)."
+    return self._outside(lambda **kw: self.recipe.evaluate(self.snapshot(), self.knobs.val_cases, **kw), "validation",
+        self.knobs.val_retries, {})
+
+# %% ../../nbs/train/09_trainer.ipynb #70036ca5
+@patch
+def _rehearse(self:Trainer):
+    "Before the first step: try to score a case with a recipe that is not medlab's own."
+    if self.iteration or not self.knobs.val_every_steps or type(self.recipe).__module__.startswith("medlab."): return
+    start = time.perf_counter()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), on_device(self.device):
+        self.recipe.evaluate(self.snapshot(), 1)
+    self._report("validation", f"one case was scored before the first step, in {time.perf_counter() - start:.2g} s")
 
 # %% ../../nbs/train/09_trainer.ipynb #f17d3bd5
 @patch
