@@ -98,7 +98,7 @@ class First:
     ):
         "Take up a micro-batch. Raises the error itself, or `RunFailed` with its text where another process met it."
         self.good = bool(good)
-        self.faults |= {f.index: f for f in faults}
+        self.faults = {f.index: f for f in faults} | self.faults
         found, alike = list(self.faults.values()), {(f.where, f.reason.split(":")[0]) for f in self.faults.values()}
         if good or len(alike) > 1 or len(found) < min(EARLY, self.samples) or not found[0].where: return
         if error := next((f.error for f in found if f.error), None): raise error
