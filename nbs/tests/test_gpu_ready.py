@@ -17,7 +17,7 @@ from medlab.numerics.tf32 import read_tf32, set_tf32
 from medlab.recipes import restoration, segmentation
 from medlab.run.directory import Run
 from medlab.step.device import DeviceDecisions
-from medlab.step.step import HostDecisions, Step
+from medlab.step.step import HostDecisions
 from medlab.train import trainer as trainer_module
 
 RESTORATION = dict(recipes.Restoration.tiny, dim=4, refinement=0, image_size=(16, 16))
