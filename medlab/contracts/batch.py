@@ -101,8 +101,10 @@ class StepBatch:
     faults:tuple = ()  # why, see `medlab.batches.loading.Fault`
     samples_seen:int = 0  # samples that the run has drawn, those of this step included
     began:float = 0.0  # `time.perf_counter()` when loading began, s
-    loaded:float = 0.0  # when it was ready, s
     size:int = 0  # samples in the micro-batches
+    waited:float = 0.0  # s for which the host stood still until the samples were there
+    stalls:tuple = ()  # the same on the device: (event before, event after) of each wait; empty: there is none
+    drawn:tuple = ()  # where the micro-batches come from: (number in the step, samples seen before, indices used)
 
     @classmethod
     def of(cls,
@@ -133,3 +135,10 @@ def largest(self:StepBatch) -> int:
 def light(self:StepBatch) -> StepBatch:
     "The same without its tensors."
     return replace(self, micro_batches=tuple(replace(m, tensors={}) for m in self.micro_batches))
+
+# %% ../../nbs/contracts/00_batch.ipynb #256c14f4
+@patch
+def data_time(self:StepBatch) -> float:
+    "Seconds for which training stood still for these samples: on the device where it can be asked, else on the host."
+    if not self.stalls or not all(after.query() for _, after in self.stalls): return self.waited
+    return sum(before.elapsed_time(after) for before, after in self.stalls) / 1e3

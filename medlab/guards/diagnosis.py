@@ -88,10 +88,11 @@ def diagnose(
     step,  # a `Step` after a skip, between two steps
     batch:StepBatch,  # that was skipped
     most:int=64,  # samples that are looked at one by one, at most; 0: none
+    iteration:int=None,  # of the step; None: the one that was made last
 ) -> Diagnosis:  # None where there was no batch
     "Make the passes of the step again, with hooks. It costs some of its passes, and changes nothing."
     if not batch.micro_batches: return None
-    iteration = step.iteration
+    if iteration is None: iteration = step.iteration
     step.buffers.save()
     try:
         for i, micro in enumerate(batch.micro_batches):

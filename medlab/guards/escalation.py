@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from fastcore.basics import patch
 
+from ..batches.loader import NotTheSame
 from ..batches.quarantine import Quarantine
 from ..contracts.listener import ResetScale, RollBack, SetKnobs, Stop
 from ..contracts.result import Notice
@@ -34,9 +35,11 @@ class EscalationPolicy:
         kept_steps,  # function without arguments: iterations of the kept checkpoints, ascending
         report,  # function of an event: (kind, text, level, iteration, **data)
         memory:Memory,
+        reload=None,  # function (iteration, batch without tensors) that gives the batch with them; None: there is none
     ):
         self.knobs, self.step, self.quarantine = knobs, step, quarantine
         self.kept_steps, self.report, self.memory = kept_steps, report, memory
+        self.reload = reload
         self.used, self.moved = Counter(), {}  # rungs climbed; knobs they changed
         self.tried = []  # what was done, in words
         self.back, self.calm = None, None  # iteration it went back to last; optimizer step at the last rung
@@ -83,20 +86,43 @@ def _taken(self:EscalationPolicy, result):
     text = f"step {result.iteration}: calm since the last rung, every budget is whole again"
     self.report("recovery_action", text, "info", result.iteration)
 
+# %% ../../nbs/guards/03_escalation.ipynb #3b5aa171
+def _names(batch): return tuple(n for m in batch.micro_batches for n in m.names)
+
+
+def _belated(found, late, now):
+    "A diagnosis that was made when the weights had moved on."
+    what = "are sound, which those of then need not have been" if found.where == "none" else found.text
+    text = f"the passes made again {what}" if found.where == "none" else what
+    return replace(found, text=f"{text}; the look was {late} optimizer step{'s' * (late > 1)} late, with the weights "
+        f"after optimizer step {now}")
+
+# %% ../../nbs/guards/03_escalation.ipynb #47227fdd
+@patch
+def _looked(self:EscalationPolicy, at, batch):
+    "(diagnosis, None); or (None, why there is none)."
+    gone = any(not m.tensors for m in batch.micro_batches)  # other steps were made since
+    if gone and not (self.reload and batch.drawn): return None, None
+    look = lambda: diagnose(self.step, self.reload(at, batch) if gone else batch, iteration=at)
+    try: found, shortage = attempt(look, "diagnosis", self.memory)
+    except NotTheSame as e: return None, str(e)
+    if shortage: shortage.release(self.memory)
+    return found, shortage
+
 # %% ../../nbs/guards/03_escalation.ipynb #0ec3accd
 @patch
 def _diagnose(self:EscalationPolicy, result, batch):
-    if any(not m.tensors for m in batch.micro_batches): return  # other steps were made since
-    found, shortage = attempt(lambda: diagnose(self.step, batch), "diagnosis", self.memory)
-    at = result.iteration
-    if shortage:
-        shortage.release(self.memory)
-        self.report("diagnosis", f"step {at}: none, {shortage}", "warning", at)
+    at, late = result.iteration, self.step.optimizer_step - result.optimizer_step
+    found, why = self._looked(at, batch)
+    if why: self.report("diagnosis", f"step {at}: none, {why}", "warning", at, batch=_names(batch))
+    if found and late: found = _belated(found, late, self.step.optimizer_step)
     self.found = found
     if found is None: return
     self.report("diagnosis", f"step {at}: {found.text}", "warning", at, where=found.where, module=found.module,
-        cases=found.cases, batch=found.batch)
-    for case in found.cases: self.quarantine.suspect(case, f"skipped: {found.where} {found.module}", at)
+        cases=found.cases, batch=found.batch or _names(batch), late=late)
+    named = {case for case, _, n in self.quarantine.suspects if n == at}
+    for case in found.cases:
+        if case not in named: self.quarantine.suspect(case, f"skipped: {found.where} {found.module}", at)
 
 # %% ../../nbs/guards/03_escalation.ipynb #2aa13811
 @patch

@@ -84,6 +84,9 @@ class SpeedKnobs(HasTraits):
     "How the passes are carried out."
     channels_last = Bool(False, help="lay out the weights of convolutions, and with them the activations, with their "
         "channels last; faster or slower with the shapes, the same but for rounding").tag(off=False, concern="speed")
+    prefetch = Bool(True, help="copy the samples of the next step to the GPU while this one is computed; takes the "
+        "memory of one more batch. Switched off by the trainer where the GPU's memory runs out, and off until it is "
+        "asked for again. Without a GPU it changes nothing").tag(off=False, concern="speed")
     compile = Enum(COMPILE, "off", help="compile the network, or each of its blocks; every new form of input compiles "
         "anew, and the events count it. The same but for rounding").tag(off="off", concern="speed")
     cuda_graphs = Bool(False, help="record the network's kernels for each form of input and replay them, which spares "

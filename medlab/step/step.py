@@ -71,6 +71,7 @@ class Step:
         self.transaction, self.batch = Transaction(0, phase="after"), StepBatch()
         self.watch()
         self.dropping = Dropping(self)
+        self.meanwhile = lambda: None  # called while the device computes the passes; loads the next samples
         self.decisions = (decisions or HostDecisions)(self)
 
 # %% ../../nbs/step/05_step.ipynb #f83cef97
@@ -101,13 +102,14 @@ def __call__(self:Step,
     batch:StepBatch,
 ) -> StepResult:
     "Make the step. Raises `UserError` in the first one where no gradient arrives or a batch is too small."
-    t, self.batch = Transaction(iteration, batch.dropped), batch
+    t, self.batch = Transaction(iteration, batch.dropped, cases=tuple(m.cases for m in batch.micro_batches)), batch
     self.transaction = t
     if self.buffers.slots: self.buffers.save()
     if self.system.frozen or self.system.averages: self.system.check()
     expected = batch.size
     if expected or self.replicas.size > 1: self.decisions.set_lr(t)
     for i, micro in enumerate(batch.micro_batches): t.samples += self._micro(t, i, micro, expected)
+    self.meanwhile()
     if self.replicas.size > 1: expected = self._agree(t, expected)
     if t.samples and not self.audited: self._audit(t)
     start = time.perf_counter()
@@ -224,9 +226,10 @@ def _note_skip(self:Step, t):
     if t.detached and not self.consecutive_skips: t.notice("no_gradient", t.why, "error")
     self.consecutive_skips += 1
     k = self.consecutive_skips
-    scale = {} if t.scale is None else dict(scale=t.scale)
+    data = dict(consecutive=k, batch=[str(c) for cases in t.cases for c in cases])
+    if t.scale is not None: data["scale"] = t.scale
     text = f"step {t.iteration} was skipped ({k} in a row): {t.why}"
-    t.notices.append(Notice("skip", text, "warning", t.iteration, dict(consecutive=k, **scale)))
+    t.notices.append(Notice("skip", text, "warning", t.iteration, data))
 
 # %% ../../nbs/step/05_step.ipynb #057f469c
 @patch

@@ -32,6 +32,7 @@ class Transaction:
     found:object = 0.0  # 1 where the device has skipped the step
     row:torch.Tensor = None  # (n,) what the host reads from the device later
     names:list = field(default_factory=list)  # of the samples
+    cases:tuple = ()  # names of each micro-batch's cases
     notices:list = field(default_factory=list)
     forward_time:float = 0.0  # s
     backward_time:float = 0.0  # s

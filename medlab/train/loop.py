@@ -118,6 +118,7 @@ class Between:
         self.controls, self.progress = controls, progress
         self.writer, self.commands = writer, commands
         self.flush = lambda: None  # that delivers every step made so far
+        self.changing = lambda: None  # called before knobs change, for what was made ahead with those before
         self.heard = set()  # commands whose event was written
         self.behind = None  # after a step that raised: "begun", or "torn" where the optimizer had moved something
         self.slow = None  # iteration after which no batch came for long
@@ -145,6 +146,7 @@ def apply_due(self:Between,
     "Put in force what is asked for; in the thread that trains."
     if not (due := self.mailbox.due(iteration)): return
     self.flush()
+    self.changing()
     for change in due: self.controls.apply(change, self.progress.iteration + 1)
 
 # %% ../../nbs/train/05_loop.ipynb #5fcc55e6

@@ -53,7 +53,7 @@ def put(self:Telemetry,
 @patch
 def _clock(self:Telemetry, r, batch):
     now, spent, m = r.ended, r.ended - batch.began, self.memory
-    row = (spent, batch.loaded - batch.began, r.forward_time, r.backward_time, r.update_time, m.host,
+    row = (spent, batch.data_time(), r.forward_time, r.backward_time, r.update_time, m.host,
         batch.size / spent,
         batch.samples_seen, batch.samples_seen / self.epoch, r.optimizer_step, r.consecutive_skips,
         now - self.progress.began, self.retry.attempted)

@@ -175,7 +175,8 @@ def _make_step(self:Trainer):
         self.device, replicas=replicas, decisions=decisions_for(self.optimizer, replicas))
     self.manager = MemoryManager(self.device, log=lambda text: self._report("memory", f"step {self.iteration}: {text}"))
     self.retry = OOMRetry(self.step, self.memory, self.knobs, self._resize, self._report, self.recipe.batch_size,
-        self.manager.above_target)
+        self.manager.above_target, self.batches.spare)
+    if self.batches.copy.stream is not None: self.step.meanwhile = self.batches.prefetch
 
 # %% ../../nbs/train/09_trainer.ipynb #32855a4d
 @patch
@@ -194,6 +195,7 @@ def _make_controls(self:Trainer):
     self.bindings["optimizer_implementation"] = replace(implementation, write=self._implement)
     self.controls = Controls(self.knobs, self.mailbox, self.writer, self.bindings)
     self.controls.probe = self.step.probe
+    self.batches.ask = self.set
     self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
 
 # %% ../../nbs/train/09_trainer.ipynb #24308c1b
@@ -212,7 +214,7 @@ def _make_listeners(self:Trainer):
     growth, names = self.step.scaler.get_growth_interval(), [f.name for f in self.recipe.fixes()]
     self.loss_scale = LossScaleWatch(self.knobs, report, names, growth)
     self.escalation = EscalationPolicy(self.knobs, self.step, self.quarantine, lambda: self.saver.kept, report,
-        self.memory)
+        self.memory, self.batches.reload)
     self.step.dropping.second_look.look = self.escalation.second_look
     zero, compiled = ZeroGradientWatch(self.knobs, self.optimizer, report), CompileWatch(self.model, report)
     self.listeners = [self.memory_watch, zero, compiled, self.loss_scale, self.telemetry, self.controls,
@@ -227,7 +229,7 @@ def _make_loop(self:Trainer):
     actions = Actions(self.set, self.step.scaler, self.restore, self.writer, self.quarantine)
     self.loop = Loop(self.progress, self.batches, self.step, self.retry, self.listeners, actions, between,
         self._recover)
-    between.flush = self.loop.flush
+    between.flush, between.changing = self.loop.flush, self.batches.reread
     self.state = RunState(self.recipe.seed, model=ModelState(self.model), optimizer=OptimizerState(self.optimizer),
         step=self.step,
         knobs=KnobState(self.knobs), progress=self.progress, retry=self.retry, batches=self.batches,
@@ -333,6 +335,7 @@ def _let_go(self:Trainer):
     if step.ema: step.ema.shadow = {k: v.cpu() for k, v in step.ema.shadow.items()}
     for p in self.model.parameters(): p.grad = None
     self.optimizer.state.clear()
+    self.batches.end()
     step.share, step.batch = None, None
     step.watch()  # its copies of buffers, too
     give_back()
@@ -414,6 +417,7 @@ def _steps(self:Trainer):
         self.loop.between.note("stop")
     if p.iteration < p.target: self.retry.leave()
     self.loop.flush()
+    self.batches.release()
     if p.iteration > first and self.step.optimizer_step == taken:
         text = f"not one of the steps {first + 1} to {p.iteration} was taken, so nothing was learned"
         self._report("no_step_taken", text, "error")
@@ -458,6 +462,7 @@ def _outside(self:Trainer, call, where, retries, options):
 @patch
 def _validate(self:Trainer):
     self.loop.flush()
+    self.batches.release()
     try: table, why = self._scores()
     except Exception as e: table, why = None, f"{type(e).__name__}: {e}\n{traceback.format_exc()}"
     if why: self._report("validation", f"step {self.iteration}: no validation, and training goes on: {why}", "error")

@@ -15,7 +15,9 @@ host that does not say `non_blocking`. Copies from memory that is not pinned are
 """
 import contextlib
 import os
+import time
 import traceback
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -23,6 +25,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from medlab.batches import loader
+from medlab.batches.loader import DeviceCopy
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -180,3 +185,45 @@ class FakeDevice(TorchDispatchMode):
         out = func(*tree_map_only(DeviceTensor, _host, args), **tree_map_only(DeviceTensor, _host, kwargs))
         out = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, DeviceTensor) else DeviceTensor(t), out)
         return return_and_correct_aliasing(func, args, kwargs, out) if on_device else out
+
+
+class Event:
+    "An event that is passed when it is recorded: this device has nothing in its queue."
+
+    def __init__(self, enable_timing=False): self.at = None
+    def query(self): return self.at is not None
+    def elapsed_time(self, other): return (other.at - self.at) * 1e3
+
+    def record(self):
+        self.at = time.perf_counter()
+        return self
+
+
+STREAM = SimpleNamespace(record_event=lambda event=None: (event or Event()).record(), wait_event=lambda event: None)
+
+
+class Copies(DeviceCopy):
+    """Copies as to a GPU, on a trainer of the CPU: there is a stream for them, so samples are sent ahead.
+
+    `made` is the list of the steps' cases that were copied, `room` how many batches fit beside the one in use.
+    """
+
+    def __init__(self, device, report=lambda *a, **k: None):
+        cuda = SimpleNamespace(Stream=lambda d: STREAM, current_stream=lambda d: STREAM, Event=Event,
+            stream=lambda s: contextlib.nullcontext())
+        super().__init__(CUDA, report, cuda)
+        self.made, self.room = [], True
+
+    def pinned(self, values): return values
+    def move(self, values): return values.clone()
+
+    def send(self, batch):
+        if not self.room: raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        self.made.append(tuple(batch["case"]))
+        return super().send(batch)
+
+
+@contextlib.contextmanager
+def copies_ahead():
+    "Trainers that are made within send their samples ahead."
+    with mock.patch.object(loader, "DeviceCopy", Copies), mock.patch.object(torch.Tensor, "record_stream", lambda t, s: None): yield

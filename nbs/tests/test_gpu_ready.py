@@ -1,19 +1,23 @@
 """What a GPU asks of training and prediction, seen without one: torch's calls are replaced, or the stand-in of fake_device is used."""
 import contextlib
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_device import CUDA, DeviceTensor, FakeDevice
+from course import COMMON, STEPS, Case, Regression, Toy, cases, train
+from fake_device import CUDA, DeviceTensor, FakeDevice, copies_ahead
 
-from medlab import Trainer, recipes
+from medlab import Trainer, faults, recipes
 from medlab.cli.main import main
 from medlab.core import UnknownName
 from medlab.memory import usage
 from medlab.numerics.tf32 import read_tf32, set_tf32
 from medlab.recipes import restoration, segmentation
 from medlab.run.directory import Run
+from medlab.step.device import DeviceDecisions
+from medlab.step.step import HostDecisions
 from medlab.train import trainer as trainer_module
 
 RESTORATION = dict(recipes.Restoration.tiny, dim=4, refinement=0, image_size=(16, 16))
@@ -172,3 +176,158 @@ def test_sums_of_windows_stay_on_the_host_where_they_take_much(kind, monkeypatch
             assert type(out) is torch.Tensor and torch.equal(out, expected) and model.seen == {DeviceTensor}
             assert places.pop() == ((DeviceTensor, CUDA) if on_device else (torch.Tensor, torch.device("cpu"))), sums
     with pytest.raises(UnknownName, match="place of sums"): made(model, sums="hots")
+
+
+# samples sent ahead of their step
+
+class Whole(Toy):
+    "The course without a shortage of memory, which is met in another way where samples were sent ahead."
+    no_memory, planned = (10**9, "forward"), ("unreadable", "no_loss", "no_gradient")
+
+
+@pytest.mark.parametrize("precision", ("fp32", "fp16"))
+def test_a_course_of_faults_changes_stop_and_resume_is_the_same_to_the_bit(tmp_path, precision):
+    "Bad cases, quarantine, roll backs, knobs that change what a step is made of: nothing knows of what was sent ahead."
+    toy = cases()["toy"]
+    case = Case(Whole, toy.fields, toy.knobs, toy.changes)
+    a = train(case, tmp_path / "a", 0, precision)
+    with copies_ahead(): b = train(case, tmp_path / "b", 0, precision)
+    for d in (a, b): d["metrics"] = {k: v["sha256"] for k, v in d["metrics"].items()}
+    for part in a: assert a[part] == b[part], part
+    assert a["end"] == ["done", STEPS] and len(a["events"]) > 20 and COMMON["save_every"]
+
+
+@pytest.fixture
+def small(tmp_path):
+    "Makes trainers of a recipe of milliseconds."
+    with contextlib.ExitStack() as stack:
+        def made(run, recipe=None, **kw):
+            return stack.enter_context(Trainer(recipe or Regression(), tmp_path / run, device="cpu", threads=1, **({} if kw.get("resume") else dict(lr=1e-2)) | kw))
+        yield made
+
+
+def weights(t): return torch.cat([v.double().flatten() for v in t.model.state_dict().values()])
+
+
+@pytest.mark.parametrize("decisions", (HostDecisions, DeviceDecisions))
+def test_the_copy_is_under_way_while_the_step_is_computed(small, monkeypatch, decisions):
+    log, finish = [], decisions.finish
+    monkeypatch.setattr(trainer_module, "decisions_for", lambda *a: decisions)
+    monkeypatch.setattr(decisions, "finish", lambda self, t, n: log.append(len(copy.made)) or finish(self, t, n))
+    with copies_ahead():
+        t = small("run")
+        copy = t.batches.copy
+        t.fit(6, progress=False)
+        assert log == [2, 3, 4, 5, 6, 7] and t.batches.samples_seen == 6 * 8, "those of the step, and those of the next"
+        assert not any(a.sent for a in t.batches.ahead), "the device holds nothing of a run that stopped"
+        log.clear()
+        t.set(prefetch=False)
+        t.fit(3, progress=False)
+        assert log == [8, 9, 10] and copy.made[6] == copy.made[7], "copied again when its step began"
+    plain = small("plain").fit(9, progress=False)
+    assert torch.equal(weights(plain), weights(t)) and plain.step.meanwhile.__name__ == "<lambda>", "nobody reads ahead on a CPU"
+
+
+def test_what_was_sent_ahead_goes_first_where_memory_runs_out(small):
+    "The same step is made again without it, and nothing has to be divided; it stays off in what goes on from there."
+    plain = small("plain", save_every=4).fit(12, progress=False)
+    with copies_ahead():
+        t = small("run", save_every=4)
+        finish, left = t.step.decisions.finish, [5]
+        def starve(tr, expected):
+            if tr.iteration not in left: return finish(tr, expected)
+            left.remove(tr.iteration)
+            raise faults.OUT_OF_MEMORY["gpu"]()
+        t.step.decisions.finish = starve
+        t.fit(8, progress=False)
+        said = t.run.events("out_of_memory")
+        assert len(said) == 1 and "prefetch is off until asked for" in said[0].text and said[0].data["before"] == said[0].data["after"] == 8
+        assert [(c.source, c.new, c.applied_step) for c in t.run.changes()] == [("oom", dict(prefetch=False), 6)]
+        assert t.knobs.micro_batch is None and not t.knobs.prefetch and not t.batches.ahead
+        t.close()
+        again = small("run", resume=True)
+        assert not again.batches.prefetches
+        again.fit(2, progress=False)
+        assert not again.batches.ahead
+        change = again.set(prefetch=True)
+        again.fit(2, progress=False)
+        assert change.state == "applied" and len(again.batches.ahead) == 1
+    assert torch.equal(weights(plain), weights(again))
+
+
+def test_a_device_without_room_for_another_batch_is_told_once(small):
+    plain = small("plain").fit(8, progress=False)
+    with copies_ahead():
+        t = small("run").fit(2, progress=False)
+        send, t.batches.copy.room = t.batches.copy.send, True
+        t.batches.copy.send = lambda batch: send(batch) if t.step.phase == "after" else exec('raise torch.OutOfMemoryError("CUDA out of memory")', dict(torch=torch))
+        t.fit(6, progress=False)
+        said = t.run.events("out_of_memory")
+        assert len(said) == 1 and said[0].data["where"] == "prefetch" and "copied when it begins: prefetch is off" in said[0].text
+        assert not t.knobs.prefetch and t.retry.attempted == 8, "the step has nothing to do with it"
+    assert torch.equal(weights(plain), weights(t))
+
+
+def test_a_checkpoint_and_a_rollback_know_nothing_of_what_was_sent_ahead(small):
+    plain = small("plain", gradient_accumulation_steps=2).fit(9, progress=False)
+    with copies_ahead():
+        t = small("run", gradient_accumulation_steps=2).fit(4, progress=False)
+        assert t.state.state_dict()["batches"] == dict(samples_seen=64) and len(t.batches.ahead) == 2
+        t.fit(3, progress=False)
+        t.restore(4)
+        assert t.batches.samples_seen == 64 and not t.batches.ahead
+        t.fit(2, progress=False)
+        t.start(3)
+        t.pause()
+        t.resume()
+        t.wait(20)
+    assert torch.equal(weights(plain), weights(t))
+
+
+class Slow(Regression):
+    "Each batch takes 40 ms to read, and no time to compute."
+
+    def dataset(self):
+        class Read(torch.utils.data.Dataset):
+            def __len__(self): return len(items)
+            def __getitem__(self, key):
+                time.sleep(0.005)
+                return items[key[0]]
+        items = super().dataset()
+        return Read()
+
+    def prepare(self, batch, seed, step=None):
+        time.sleep(0.02)
+        return batch
+
+
+def test_data_time_is_waiting_and_not_work(small):
+    "What is read while a step is computed is not waited for; preparing is not waiting."
+    first = lambda t: t.run.metrics("data_time")["data_time"].value.tolist()
+    plain = first(small("plain", Slow()).fit(6, progress=False))
+    with copies_ahead(): ahead = first(small("run", Slow()).fit(6, progress=False))
+    assert all(v >= 0.04 for v in plain) and ahead[0] >= 0.04 and max(ahead[1:]) < 0.02, (plain, ahead)
+    step = small("other", Slow()).fit(2, progress=False).run.metrics("step_time")["step_time"].value
+    assert (step >= 0.06).all()
+
+
+def test_a_knob_that_changes_how_samples_are_read_holds_for_the_next_step(small):
+    class Scaled(Regression):
+        factor, seen = 1.0, []
+        def dataset(self):
+            class Read(list):
+                def __getitem__(self, key):
+                    item = super().__getitem__(key)
+                    return {**item, "x": torch.full((4,), recipe.factor)}
+            return Read(super().dataset())
+        def prepare(self, batch, seed, step=None):
+            self.seen.append(batch["x"][0, 0].item())
+            return batch
+    recipe = Scaled()
+    with copies_ahead():
+        t = small("run", recipe).fit(3, progress=False)
+        put = t.controls.put
+        t.controls.put = lambda *a: setattr(recipe, "factor", 2.0) or put(*a)
+        t.set(lr=5e-3)
+        t.fit(2, progress=False)
+    assert recipe.seen == [1.0] * 3 + [2.0] * 2

@@ -315,6 +315,42 @@ def test_a_module_and_a_case_are_named(make):
     assert len(found) == 1 and found[0].data["module"] == "4" and found[0].data["where"] == "forward" and set(found[0].data["batch"]) == set(bad[3])
 
 
+class Spoiled(Toy):
+    "Two cases that no step can be made with."
+    spoiled = 5, 20
+
+    def dataset(self):
+        items = super().dataset()
+        for i in self.spoiled: items[i]["x"][0] = float("nan")
+        return items
+
+
+def test_every_skipped_step_of_a_logging_interval_is_looked_at_and_its_case_accused(make):
+    "Nothing checks inputs or losses, so only a second look can tell; on a device it comes after 24 steps, and two of three skips are old by then."
+    t = make(recipe=Spoiled(batch_norm=False), check_inputs=False, check_loss=False, log_every=24, escalate_after=None)
+    if hasattr(t.step.decisions, "patience"): t.step.decisions.patience = 1e9
+    t.fit(24, progress=False)
+    order = [c for e in range(3) for c in t.batches.sampler.order(e)]
+    bad = {i // 8 + 1: tuple(f"toy{c:02}" for c in order[i // 8 * 8:i // 8 * 8 + 8] if c in Spoiled.spoiled) for i, c in enumerate(order) if c in Spoiled.spoiled}
+    looks, skips = t.run.events("diagnosis"), {e.step: e.data["batch"] for e in t.run.events("skip")}
+    rows = {n: v for n, v in bad.items() if n - 1 not in bad}  # one look in a row of skips, as ever
+    assert len(rows) > 3 and {e.step: tuple(e.data["cases"]) for e in looks} == rows
+    assert {n: [f"toy{c:02}" for c in order[8 * n - 8:8 * n]] for n in bad} == skips, "each case of each of them is named"
+    assert all(e.data["where"] == "forward" and e.data["module"] == "0" for e in looks)
+    late = {e.step: e.data["late"] for e in looks}
+    on_device = type(t.step.decisions).__name__ == "DeviceDecisions"
+    assert late == {n: (t.step.optimizer_step - (n - 1 - sum(m < n for m in bad))) if on_device else 0 for n in rows}
+    assert all((f"the look was {late[e.step]} optimizer step" in e.text) == bool(late[e.step]) for e in looks)
+    assert {c: t.quarantine.cases.count(c) for c in ("toy05", "toy20")} == {c: sum(c in v for n, v in rows.items() if n < 24) for c in ("toy05", "toy20")}
+
+
+def test_a_case_that_the_step_names_and_the_second_look_accuses_has_one_fault(make):
+    "Its loss is not finite by itself: on the device the step is left out for it, and looked at; that is one fault, not two."
+    t = make(recipe=Spoiled(batch_norm=False), check_inputs=False, log_every=8, escalate_after=None, case_budget=None)
+    t.fit(16, progress=False)
+    assert [t.quarantine.cases.count(c) for c in ("toy05", "toy20")] == [2, 2] and t.iteration == 16
+
+
 def test_a_window_of_bad_data_is_left_out(make):
     "Three steps in a row are skipped: the run goes back to its checkpoint and goes on behind the window, with everything else as it was."
     t = make(escalate_after=3, save_every=4)

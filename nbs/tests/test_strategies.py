@@ -4,8 +4,11 @@ MEDLAB_SEQUENCES=500 pytest nbs/tests/test_strategies.py draws more of them than
 
 Two things differ by intention. A sample with a non-finite loss leaves the batch on the host, and the step is taken with
 the others; the device, which nobody may ask, leaves the step out, and its cases are named when they are read. And what
-a guard *does* about a step comes after the logging interval, so guards that act have no budget here; so does the second
-look at a skipped step, for which the host has the batch at hand, and the device only where it is the newest one.
+a guard *does* about a step comes after the logging interval, so guards that act have no budget here.
+
+The second look at a skipped step comes later, too, and finds the same: a batch that is no longer at hand is read again. It
+looks with the weights of now, so it is compared for faults that do not hang on them: a gradient that overflows in half
+precision ("huge") does, by the loss scale.
 """
 import math
 import os
@@ -24,7 +27,7 @@ from medlab.train import trainer as train
 from medlab.train.trainer import Trainer
 
 SEQUENCES, STEPS, FAULTS = int(os.environ.get("MEDLAB_SEQUENCES", 24)), 24, ("inf", "nan", "huge", "detached", "sample", "part")
-OWN = "diagnosis", "segment", "checkpoint", "command"  # of the host alone, or of the end
+OWN = "diagnosis", "segment", "checkpoint", "command"  # compared apart, or of the end
 
 
 @dataclass
@@ -53,17 +56,18 @@ class Toy(Recipe):
         return items
 
     def prepare(self, batch, seed, step):
-        self.now = dict(self.faults).get(step)
-        return {**batch, "x": batch["x"] + 0.01 * torch.randn(batch["x"].shape, generator=generator(seed, "noise"))}
+        fault = dict(self.faults).get(step)
+        noise = 0.01 * torch.randn(batch["x"].shape, generator=generator(seed, "noise"))
+        return {**batch, "x": batch["x"] + noise, "fault": [fault] * len(noise)}
 
     def losses(self, model, batch):
-        out = model(batch["x"])
-        factor = dict(inf=math.inf, nan=math.nan, huge=1e5).get(self.now)
+        out, fault = model(batch["x"]), batch["fault"][0]
+        factor = dict(inf=math.inf, nan=math.nan, huge=1e5).get(fault)
         if factor: out.register_hook(lambda g: g * factor)
-        if self.now == "detached": out = out.detach()
+        if fault == "detached": out = out.detach()
         loss = (out.float() - batch["y"]).square().mean(1)
-        terms = dict(part=loss.detach() * 2) if self.now == "part" else {}
-        if self.now == "sample": loss = loss + torch.tensor([math.nan if int(c[3:]) % 3 == 0 else 0.0 for c in batch["case"]])
+        terms = dict(part=loss.detach() * 2) if fault == "part" else {}
+        if fault == "sample": loss = loss + torch.tensor([math.nan if int(c[3:]) % 3 == 0 else 0.0 for c in batch["case"]])
         return dict(loss=loss, **terms)
 
 
@@ -94,12 +98,14 @@ def trained(path, course, decisions, log_every, monkeypatch):
         rows = {k: s.value.tolist() for k, s in t.run.metrics().items() if k in names}
         events = [(e.step, e.kind) for e in t.run.events() if e.kind not in OWN]
         named = sorted((e.step, c) for e in t.run.events() if e.kind in ("drop", "nonfinite_loss") and e.data.get("where") != "none" for c in e.data["cases"])
+        looks = {e.step: (e.data.get("where"), e.data.get("module"), tuple(e.data.get("cases", ())), tuple(e.data["batch"])) for e in t.run.events("diagnosis")}
+        batches = {e.step: e.data["batch"] for e in t.run.events("skip")}
         averages = t.step.ema.shadow if t.step.ema else {}
         weights = torch.cat([v.double().flatten() for v in (*t.model.state_dict().values(), *averages.values())])
         moments = [v.double().flatten() for s in t.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
         asked = [(c.applied_step, c.state, {k: short(v) for k, v in c.new.items()}) for c in t.run.changes()]
         return dict(weights=weights, moments=torch.cat(moments), rows=rows, events=events, named=named,
-            counts=(t.step.optimizer_step, t.step.consecutive_skips, t.batches.samples_seen), asked=asked)
+            looks=looks, marks={c: t.quarantine.cases.count(c) for c in t.quarantine.cases.marks}, batches=batches, counts=(t.step.optimizer_step, t.step.consecutive_skips, t.batches.samples_seen), asked=asked)
 
 
 def short(value):
@@ -118,12 +124,31 @@ def test_a_course_ends_alike(seed, tmp_path, monkeypatch):
     a = trained(tmp_path / "host", course, HostDecisions, 1, monkeypatch)
     b = trained(tmp_path / "device", course, DeviceDecisions, log_every, monkeypatch)
     lost = [s for s, kind in course[0]["faults"] if kind == "sample"]
+    compare_looks(a, b, course, lost)
+    if lost:
+        c = trained(tmp_path / "at once", course, DeviceDecisions, 1, monkeypatch)
+        assert sure(b["looks"], course) == sure(c["looks"], course) and b["batches"] == c["batches"]
+        if not any(kind == "huge" for _, kind in course[0]["faults"]): assert b["marks"] == c["marks"], "each case is accused as often"
     assert a["asked"] == b["asked"] and a["named"] == b["named"]
     if lost: return compare(until(a["rows"], min(lost) - 1), until(b["rows"], min(lost) - 1), course)
     assert a["events"] == b["events"] and a["counts"] == b["counts"]
     if course[0]["batch_norm"] and course[0]["batch_size"] == 2: return  # normalized, two values are but signs: chaos
     compare(a["rows"], b["rows"], course)
     for k in ("weights", "moments"): torch.testing.assert_close(a[k], b[k], rtol=1e-3, atol=1e-4)
+
+
+def sure(looks, course, before=STEPS + 1):
+    "Second looks before a step, of faults that no weights and no loss scale have to do with; of the others, that there was one."
+    kinds = dict(course[0]["faults"])
+    return {s: look if kinds.get(s) in ("inf", "nan", "detached", "sample") else None for s, look in looks.items() if s < before}
+
+
+def compare_looks(a, b, course, lost):
+    "Every skipped step is looked at on the device as on the host, and names its cases, wherever in an interval it lay."
+    end = min(lost, default=STEPS + 1)
+    assert sure(a["looks"], course, end) == sure(b["looks"], course, end), course
+    for x in (a, b): assert all(names or step in dict(course[0]["faults"]) or course[0]["bad"] for step, names in x["batches"].items())
+    assert {s: v for s, v in a["batches"].items() if s < end} == {s: v for s, v in b["batches"].items() if s < end}
 
 
 def compare(a, b, course):

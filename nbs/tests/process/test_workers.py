@@ -8,7 +8,10 @@ import time
 import pytest
 from toys import Toy, events, losses, trainer
 
+from fake_device import copies_ahead
 from medlab import faults
+from medlab.step.device import DeviceDecisions
+from medlab.train import trainer as trainer_module
 
 STEPS = 20  # two and a half epochs
 
@@ -39,6 +42,29 @@ def test_workers_killed_from_outside_and_an_interrupt_in_the_terminal(tmp_path, 
         for w in t.batches.workers: os.kill(w.pid, signal.SIGKILL)
         t.fit(STEPS - 6, progress=False)
     assert losses(tmp_path / "run") == whole and len(events(tmp_path / "run", "bad_sample", "worker")) == 1
+
+
+def test_what_was_sent_ahead_survives_a_worker_that_dies(tmp_path, whole):
+    "Its death may be noticed while a step is computed; it is dealt with when the next batch is asked for, as ever."
+    with copies_ahead(), trainer(tmp_path / "run", Toy(workers=2), gradient_accumulation_steps=1) as t:
+        t.fit(3, progress=False)
+        for w in t.batches.workers: os.kill(w.pid, signal.SIGKILL)
+        t.fit(5, progress=False)
+        with faults.plant(t, faults.kill_worker(index=7)): t.fit(STEPS - 8, progress=False)
+        cursor, sent = t.batches.samples_seen, len(t.batches.copy.made)
+    assert losses(tmp_path / "run") == whole and cursor == STEPS * 4 and sent >= STEPS
+    assert all("started again" in s for s in events(tmp_path / "run", "bad_sample", "worker")) and events(tmp_path / "run", "worker")
+
+
+def test_a_skipped_step_is_read_again_in_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "decisions_for", lambda *a: DeviceDecisions)
+    with trainer(tmp_path / "run", Toy(workers=1), log_every=8, escalate_after=None) as t:
+        t.step.decisions.patience = 1e9
+        with faults.plant(t, faults.gradient("0", at=3)): t.fit(8, progress=False)
+        order = [f"toy{i:02}" for i in t.batches.sampler.order(0)[8:12]]
+        look, = t.run.events("diagnosis")
+        assert look.step == 3 and look.data["batch"] == order and look.data["late"] == 5 and t.batches.samples_seen == 32
+        assert len(t.batches.workers) == 1
 
 
 def test_a_sample_that_ends_whoever_reads_it(tmp_path):
