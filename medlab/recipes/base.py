@@ -20,6 +20,7 @@ from fastcore.basics import patch
 from ..contracts.batch import Batch
 from ..contracts.system import System
 from ..core import UserError
+from ..data.split import Split, patient_of, split_cases
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
 
@@ -317,12 +318,29 @@ def setup(self:Recipe,
     "Find, check and split the data; raises `UserError` where nothing can be trained on."
     return {}
 
+# %% ../../nbs/recipes/00_base.ipynb #700e3d09
+@patch
+def divide(self:Recipe,
+    names,  # of the sound cases
+    split:dict=None,  # as `setup` receives it; None: draw one
+    val:float=0.15,  # share of patients that are scored while training goes on, in [0, 1); 0: none
+    test:float=0.15,  # share of patients that are kept for the end, in [0, 1); 0: none
+    group=patient_of,  # function from a case's name to its patient; cases of one patient stay together
+) -> dict:  # what `setup` returns
+    "Split cases by patient, or take up a stored split. Raises `UserError` where one of its cases is gone."
+    names = list(map(str, names))
+    drawn = Split(**split) if split else split_cases(names, self.seed, val, test, group)
+    self.split = drawn.among(names, f"{type(self).__name__}.setup()")
+    return dict(split=dataclasses.asdict(self.split))
+
 # %% ../../nbs/recipes/00_base.ipynb #961c3a61
 @patch
 def remember(self:Recipe,
     info:dict,  # what `setup` returned when the run was new
 ):
-    "Take over what prediction needs from a run's stored information, without looking at its data."
+    """Take over what prediction needs from a run's stored information, without looking at its data; the default takes
+    the split."""
+    if "split" in info: self.split = Split(**info["split"])
 
 # %% ../../nbs/recipes/00_base.ipynb #d7c64b95
 @patch
