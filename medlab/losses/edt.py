@@ -57,8 +57,9 @@ COST = 1.5  # of a shift, in sources
 
 def _by_source(f, out, scratch, parabola, rows):
     "All candidates of the given source rows."
+    n = len(f)
     for j in rows:
-        torch.add(f[j], parabola[:, j], out=scratch)
+        torch.add(f[j], parabola[n - 1 - j:2 * n - 1 - j], out=scratch)
         torch.minimum(out, scratch, out=out)
     return out
 
@@ -94,11 +95,11 @@ def _envelope(
     f,  # (n, k) squared distances
     out,  # (n, k) for the result
     scratch,  # (n, k)
-    parabola,  # (n, n, 1) w²(i − j)²
+    parabola,  # (2n − 1, 1) w²d² for the gaps d from −(n − 1) to n − 1
     reach,  # longest shift that is of interest
 ):
     "min over j of f[j] + w²(i − j)²; returns `f` itself where nothing is left to do."
-    n, w2 = len(f), parabola[0, 1].item() if len(f) > 1 else FAR
+    n, w2 = len(f), parabola[len(f)].item() if len(f) > 1 else FAR
     low, high = (v.item() for v in torch.aminmax(f))
     if high - low <= w2 or low > FAR / 2: return f
     rows, gap = _with_sites(f) if high > FAR / 2 else (range(n), 0)
@@ -122,8 +123,8 @@ def _across(
     scratch,  # three buffers
 ):
     "The lower envelope along the middle axis."
-    n, i = x.shape[1], torch.arange(x.shape[1], device=x.device)
-    parabola = (i[:, None] - i).mul(w).square()[..., None]
+    n = x.shape[1]
+    parabola = torch.arange(1 - n, n, device=x.device).mul(w).square_()[:, None]
     for block in _blocks(x, len(scratch[0])):
         f, out, spare = (s[:block.numel()].view(n, -1) for s in scratch)
         f.view(block.shape).copy_(block)

@@ -17,6 +17,8 @@ import contextlib
 import os
 import time
 import traceback
+import warnings
+import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -24,7 +26,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from medlab.batches import loader
 from medlab.batches.loader import DeviceCopy
@@ -53,8 +55,13 @@ class DeviceTensor(torch.Tensor):
         kw = dict(strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=CPU)
         return torch.Tensor._make_wrapper_subclass(cls, held.shape, **kw)
 
-    def __init__(self, held): self.held = held
+    def __init__(self, held):
+        self.held = held
+        if self.current is not None: self.current.keep(self)
+
     def __repr__(self): return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
+    def untyped_storage(self): return self.held.untyped_storage()
+    def __reduce_ex__(self, protocol): return self.current.read("copy to the host", self).__reduce_ex__(protocol)
     def __deepcopy__(self, memo): return memo.setdefault(id(self), DeviceTensor(self.held.clone()))
 
     device, is_cuda, is_cpu = property(lambda self: CUDA), property(lambda self: True), property(lambda self: False)
@@ -142,6 +149,8 @@ class FakeDevice(TorchDispatchMode):
         self.stack.close()
         DeviceTensor.current = None
 
+    def keep(self, tensor): "For those who count memory."
+
     def note(self, what):
         "The host waits here."
         if where := _place(): self.waits.append(Wait(what, where))
@@ -192,14 +201,22 @@ class Event:
 
     def __init__(self, enable_timing=False): self.at = None
     def query(self): return self.at is not None
+    def synchronize(self): return None
     def elapsed_time(self, other): return (other.at - self.at) * 1e3
 
-    def record(self):
+    def record(self, stream=None):
         self.at = time.perf_counter()
         return self
 
 
-STREAM = SimpleNamespace(record_event=lambda event=None: (event or Event()).record(), wait_event=lambda event: None)
+class Stream:
+    "Work of the device, all of which is done at once."
+
+    def __init__(self, device=None): self.device = device
+    def wait_stream(self, stream): return None
+    def wait_event(self, event): return None
+    def synchronize(self): return None
+    def record_event(self, event=None): return (event or Event()).record()
 
 
 class Copies(DeviceCopy):
@@ -209,7 +226,7 @@ class Copies(DeviceCopy):
     """
 
     def __init__(self, device, report=lambda *a, **k: None):
-        cuda = SimpleNamespace(Stream=lambda d: STREAM, current_stream=lambda d: STREAM, Event=Event,
+        cuda = SimpleNamespace(Stream=Stream, current_stream=Stream, Event=Event,
             stream=lambda s: contextlib.nullcontext())
         super().__init__(CUDA, report, cuda)
         self.made, self.room = [], True
@@ -227,3 +244,127 @@ class Copies(DeviceCopy):
 def copies_ahead():
     "Trainers that are made within send their samples ahead."
     with mock.patch.object(loader, "DeviceCopy", Copies), mock.patch.object(torch.Tensor, "record_stream", lambda t, s: None): yield
+
+
+class _Asked(TorchFunctionMode):
+    "What names the device as `cuda`, without a number, or by `.cuda()`, for which torch would look for a driver."
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda: func, kwargs = torch.Tensor.to, {**kwargs, "device": CUDA}
+        if func is torch.Tensor.pin_memory: return args[0]
+        if func is torch.Tensor.__format__ and isinstance(args[0], DeviceTensor): return _format(*args)
+        if func in TRANSFORMS and args[0].dtype in WIDER and isinstance(args[0], DeviceTensor): return _half_transform(func, args, kwargs)
+        if func is not torch.device: args, kwargs = tree_map(_numbered, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+TRANSFORMS = {getattr(torch.fft, name) for name in ("fftn", "ifftn", "rfftn", "irfftn", "rfft2", "irfft2", "rfft", "irfft")}
+WIDER = {torch.float16: torch.float32, torch.complex32: torch.complex64}
+NARROWER = {v: k for k, v in WIDER.items()}
+
+
+def _half_transform(func, args, kwargs):
+    "cuFFT transforms halves, of which autocast knows nothing; the CPU does it in float32, and rounds."
+    x, *rest = args
+    with torch.autocast("cpu", enabled=False): out = func(x.to(WIDER[x.dtype]), *rest, **kwargs)
+    return out.to(NARROWER[out.dtype])
+
+
+def _format(x, spec):
+    "A number as text, for which the host waits."
+    return format(DeviceTensor.current.read("item", x).item() if not x.ndim else str(x), spec)
+
+
+def _numbered(x):
+    "The device with its number."
+    return CUDA if isinstance(x, (str, torch.device)) and str(x) == "cuda" else x
+
+
+class _Autocast(torch.autocast):
+    "Autocast of the device: the CPU's, and whoever asks finds the device's on."
+
+    def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        self.asked = device_type, dtype or torch.get_autocast_dtype(device_type), enabled
+        kind = "cpu" if device_type == "cuda" else device_type
+        super().__init__(kind, self.asked[1], enabled and (dtype is None or dtype in (torch.float16, torch.bfloat16)), cache_enabled)
+
+    def __enter__(self):
+        kind, dtype, enabled = self.asked
+        self.before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        if kind == "cuda": torch.set_autocast_enabled(kind, enabled), torch.set_autocast_dtype(kind, dtype)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        kind = self.asked[0]
+        out = super().__exit__(*error)
+        if kind == "cuda": torch.set_autocast_enabled(kind, self.before[0]), torch.set_autocast_dtype(kind, self.before[1])
+        return out
+
+
+class FakeCuda(FakeDevice):
+    """The device with those parts of `torch.cuda` that code and notebooks name.
+
+    In the mode "error" of `set_sync_debug_mode` a wait is an error, as on a GPU. Memory is what the device's tensors hold;
+    beyond what `set_per_process_memory_fraction` allows there is none.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sync_mode, self.total = "default", 80 * 10**9
+        self.limit = self.total
+        self.held, self.peak = {}, 0  # storages: data pointer → (bytes, how many tensors)
+
+    def __enter__(self):
+        super().__enter__()
+        device, gpu = self, SimpleNamespace(name="a stand-in", total_memory=self.total, major=9, minor=0, multi_processor_count=1)
+        nothing = lambda *args, **kwargs: None
+        values = dict(is_available=lambda: True, device_count=lambda: 1, get_device_name=lambda d=None: gpu.name, get_device_properties=lambda d=None: gpu,
+            synchronize=nothing, empty_cache=nothing, memory_allocated=lambda d=None: device.bytes(),
+            memory_reserved=lambda d=None: device.bytes(), max_memory_allocated=lambda d=None: device.peak, max_memory_reserved=lambda d=None: device.peak,
+            reset_peak_memory_stats=lambda d=None: setattr(device, "peak", device.bytes()), mem_get_info=lambda d=None: (device.total - device.bytes(), device.total),
+            set_sync_debug_mode=lambda mode: setattr(device, "sync_mode", mode), Stream=Stream, Event=Event, current_stream=Stream,
+            set_per_process_memory_fraction=lambda share, d=None: setattr(device, "limit", share * device.total),
+            stream=contextlib.nullcontext, device=contextlib.nullcontext, device_of=contextlib.nullcontext)
+        for k, v in values.items(): self.stack.enter_context(mock.patch.object(torch.cuda, k, v))
+        self.stack.enter_context(mock.patch.object(torch, "autocast", _Autocast))
+        self.stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", nothing))
+        for k in ("to", "cuda"): self.stack.enter_context(mock.patch.object(torch.nn.Module, k, self._moves(getattr(torch.nn.Module, k))))
+        self.stack.enter_context(_Asked())
+        return self
+
+    def _moves(self, move):
+        "`Module.to` or `Module.cuda`: to the device, where that is asked for."
+        def moved(module, *args, **kwargs):
+            asked = [*args, kwargs.get("device")] if move.__name__ == "to" else [CUDA]
+            if not any(isinstance(a, (str, torch.device)) and _on_cuda(a) for a in asked): return move(module, *args, **kwargs)
+            return self.place(module)
+        return moved
+
+    def note(self, what):
+        "The host waits here, which may be forbidden."
+        before = len(self.waits)
+        super().note(what)
+        if len(self.waits) == before or self.sync_mode == "default": return
+        said = f"called a synchronizing CUDA operation: {self.waits[-1]}"
+        if self.sync_mode == "error": raise RuntimeError(said)
+        warnings.warn(said, stacklevel=3)
+
+    def bytes(self):
+        "Bytes of the storages that live."
+        return sum(size for size, _ in self.held.values())
+
+    def keep(self, tensor):
+        "Count a tensor's storage until the tensor is gone."
+        storage = tensor.held.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place not in self.held and self.bytes() + size > self.limit:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+        self.held[place] = size, self.held.get(place, (0, 0))[1] + 1
+        self.peak = max(self.peak, self.bytes())
+        weakref.finalize(tensor, self.leave, place)
+
+    def leave(self, place):
+        "A tensor of a storage is gone."
+        size, n = self.held.pop(place)
+        if n > 1: self.held[place] = size, n - 1

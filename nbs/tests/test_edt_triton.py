@@ -1,7 +1,7 @@
 """The distance transform's GPU kernels: values in Triton's interpreter, compiled code for each GPU since Turing, and what happens where they cannot be built.
 
 None of it needs a GPU; the last tests take one where there is one. MEDLAB_TRITON=1 runs the long ones too: every kernel for every GPU, the
-whole table of values, and 65,536 slices in the interpreter.
+whole table of values, and each of 66,000 slices in the interpreter.
 """
 import json
 import os
@@ -40,7 +40,7 @@ def python(program, *args, path=(), timeout=280, **env):
 # What happens where the kernels cannot be built: tensors that say they are on a GPU are passed to the public functions, by several threads.
 POSING = """
 import json, os, sys, sysconfig, threading, warnings
-case, empty = sys.argv[1:]
+case, empty, turn = sys.argv[1], sys.argv[2], int(sys.argv[3])  # which function is called first
 if case == "no Triton": sys.modules["triton"] = None
 if case in ("no compiler", "no headers"):
     from triton.backends.nvidia.driver import CudaDriver
@@ -52,8 +52,10 @@ import torch
 from medlab.losses.edt import distance_transform_edt, signed_distance_map
 class Posing(torch.Tensor): is_cuda = True
 mask = torch.rand(2, 3, 9, 8, 7, generator=torch.Generator().manual_seed(0)) > 0.6
-calls = [lambda x: distance_transform_edt(x, (3, 0.8, 0.8)), lambda x: signed_distance_map(x, (3, 0.8, 0.8), 4.0),
-         lambda x: distance_transform_edt(x, 2, squared=True, spatial_dims=2)]
+names = dict(edt=distance_transform_edt, signed=signed_distance_map)
+exec(compile("\\n" * 40 + "calls = [lambda x: edt(x, (3, 0.8, 0.8)), lambda x: signed(x, (3, 0.8, 0.8), 4.0), lambda x: edt(x, 2, squared=True, spatial_dims=2)]",
+             "/home/user/train.py", "exec"), names)
+calls = names["calls"][turn:] + names["calls"][:turn]
 plain, wrong = [f(mask) for f in calls], []
 def work():
     for f, p in zip(calls, plain):
@@ -65,22 +67,24 @@ with warnings.catch_warnings(record=True) as heard:
     for t in threads: t.join()
     work()
 assert not wrong
-print(json.dumps([(w.category.__name__, str(w.message)) for w in heard]))
+print(json.dumps([(w.category.__name__, str(w.message), w.filename, w.lineno) for w in heard]))
 """
 
 
-def fallback(case, tmp_path, **env):
-    "The one warning of a process in which the kernels cannot be built."
+def fallback(case, tmp_path, turn=0, **env):
+    "The one warning of a process in which the kernels cannot be built; it names the line that called the library, not one of its own."
     (tmp_path / "empty").mkdir(exist_ok=True)
-    heard, err = python(POSING, case, tmp_path / "empty", TRITON_CACHE_DIR=tmp_path / "cache", TRITON_LIBCUDA_PATH=tmp_path,
+    heard, err = python(POSING, case, tmp_path / "empty", turn, TRITON_CACHE_DIR=tmp_path / "cache", TRITON_LIBCUDA_PATH=tmp_path,
                         TRITON_INTERPRET=0, path=[tmp_path], **env)
     assert len(heard) == 1, heard
+    assert heard[0][2:] == ["/home/user/train.py", 41], heard
     assert heard[0][0] == "RuntimeWarning" and "plain torch" in heard[0][1] and "start Python anew" in heard[0][1]
     return heard[0][1], err
 
 
-def test_without_triton(tmp_path):
-    said, _ = fallback("no Triton", tmp_path)
+@pytest.mark.parametrize("turn", [0, 1], ids=["distance_transform_edt", "signed_distance_map"])
+def test_without_triton(tmp_path, turn):
+    said, _ = fallback("no Triton", tmp_path, turn)
     assert "No module named 'triton'" in said or "import of triton halted" in said
     assert "pip install triton" in said
 
@@ -197,19 +201,43 @@ def test_more_values():
     values(cases + lines + across, timeout=7000)
 
 
+SLICES = VALUES.partition("found =")[0] + """
+from triton.runtime import interpreter
+E.TILE, step = int(sys.argv[1]), int(sys.argv[2])
+chosen, ran = sorted({*range(0, 66_000, step), *range(32_760, 32_772), *range(65_530, 65_540), 65_999}), []
+def programs(*n):
+    "The interpreter's loop over programs; in grids of a program for a slice, or a line, those of the slices that are chosen."
+    per = {66_000: 1, 132_000: 2}.get(n[0]) if len(n) == 1 else None
+    if per is None: return range(*n)
+    ran.append(n[0])
+    return [per * i + k for i in chosen for k in range(per)]
+interpreter.range = programs
+x = np.random.default_rng(0).random((66_000, 2, 3)) < 0.5
+x[:, 0, 0], x[:, 1, 2] = True, False
+out = E.distances(torch.from_numpy(x), (2.0, 0.7)).numpy()
+error = max(np.abs(out[i] / truth(x[i], (2.0, 0.7), True) - 1).max() for i in chosen)
+print(json.dumps([float(error), ran, len(chosen)]))
+"""
+
+
+def slices(tile, step, timeout=280):
+    "Error in the slices of a batch whose grids are all longer than CUDA allows along their second and third axis."
+    (error, ran, n), _ = python(SLICES, tile, step, TRITON_INTERPRET=1, timeout=timeout)
+    print(f"{error:.2e} in {n} of 66,000 slices, lines {'walked' if tile < 3 else 'whole'}")
+    assert ran == [132_000] * (2 if tile < 3 else 1) + [66_000] and error <= 1.3e-7
+
+
+@triton
+@interpreter
+@pytest.mark.parametrize("tile", [4, 2], ids=["whole lines", "walked lines"])
+def test_values_beyond_65535_programs(tile): slices(tile, 999)
+
+
 @long
 @triton
 @interpreter
 @pytest.mark.timeout(7200)
-def test_values_beyond_65535_slices():
-    "Every program of a grid that is longer than CUDA allows along its second and third axis."
-    program = VALUES.partition("found =")[0] + """
-x = np.random.default_rng(0).random((66_000, 2, 3)) < 0.5
-x[:, 0, 0], x[:, 1, 2] = True, False
-out = E.distances(torch.from_numpy(x), (2.0, 0.7)).numpy()
-print(json.dumps(float(max(np.abs(o / truth(m, (2.0, 0.7), True) - 1).max() for m, o in zip(x, out)))))
-"""
-    assert python(program, "[]", TRITON_INTERPRET=1, timeout=7000)[0] <= 1.3e-7
+def test_values_of_66000_slices(): slices(4, 1, 7000)
 
 
 # Compiled code
