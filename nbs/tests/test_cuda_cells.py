@@ -45,7 +45,8 @@ REDUCED = {
 # notebook and cell → (why it cannot be run without a GPU, text of the cell that is the cause)
 LEFT_OUT = {
     ("bench/memory", "707e7e59"): ("looks for the largest batch under CUDA's own limit on memory, in a process for each; minutes on the stand-in", 'ask(GPU_NET, "cuda", largest='),
-    ("bench/memory", "71847d14"): ("trains two runs of a hundred steps in processes of their own; minutes on the stand-in", 'pair(100, net=GPU_NET, device="cuda")'),
+    ("bench/memory", "71847d14"): ("trains three runs of a hundred steps in processes of their own; minutes on the stand-in", 'three(100, net=GPU_NET, device="cuda")'),
+    ("step/07_speed", "20edfc73"): ("records CUDA graphs, and torch.compile does not trace where a dispatch mode, such as the stand-in's, is active", "cuda_graphs=True"),
 }
 
 
