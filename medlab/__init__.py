@@ -14,6 +14,6 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submodules=["data", "phantoms", "recipes"],
-    submod_attrs={"core": ["UserError"], "run.directory": ["Run"], "recipes.base": ["Recipe"],
-                  "train.trainer": ["Trainer"], "widgets.lab": ["Lab"]},
+    submod_attrs={"core": ["UserError"], "export.run": ["Run"], "recipes.base": ["Recipe"],
+                  "export.trainer": ["Trainer"], "widgets.lab": ["Lab"]},
 )
