@@ -6,9 +6,10 @@
 __all__ = ['FORMS', 'PLAIN', 'WARNING', 'LICENCES', 'SCHEMA', 'USAGE', 'SCRIPT', 'INFERENCE', 'WRITERS', 'checkpoint_rows',
            'read_newest', 'Exported', 'gathered', 'commit', 'metadata', 'script', 'readme', 'imported', 'export_run']
 
-# %% ../../nbs/export/07_folder.ipynb #bc258e12
+# %% ../../nbs/export/07_folder.ipynb #ed03448f
 import contextlib
-import importlib
+import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -48,8 +49,10 @@ def checkpoint_rows(
     kept = run.checkpoints()
     rows = [r for r in reversed(kept) if step in (None, r["step"])]
     if rows: return rows
-    if kept: raise UserError(f"no checkpoint of step {step} is kept; kept are those of {', '.join(str(r['step']) for r in kept)}")
-    raise UserError(f"{run.path} has no checkpoint to export; train until one is written: trainer.save(), or the knob save_every")
+    steps = ", ".join(str(r["step"]) for r in kept)
+    if kept: raise UserError(f"no checkpoint of step {step} is kept; kept are those of {steps}")
+    raise UserError(f"{run.path} has no checkpoint to export; train until one is written: trainer.save(), or the knob "
+        "save_every")
 
 
 def read_newest(
@@ -92,8 +95,8 @@ def _plain(recipe, model):
     "(settings, predictor) of a recipe; raises `UserError` for one whose prediction does not travel."
     name = recipe.name if type(recipe).__module__.startswith("medlab.recipes.") else None
     if name not in PLAIN:
-        raise UserError(f"the recipe {type(recipe).__name__!r} has no form outside of medlab; known are {', '.join(PLAIN)}. "
-            "Its weights: torch.load(RUN/checkpoints/FILE, weights_only=True)['model']")
+        raise UserError(f"the recipe {type(recipe).__name__!r} has no form outside of medlab; known are "
+            f"{', '.join(PLAIN)}. Its weights: torch.load(RUN/checkpoints/FILE, weights_only=True)['model']")
     module = importlib.import_module(f"medlab.export.{PLAIN[name]}")
     settings = getattr(module, PLAIN[name] + "_settings")(recipe, model)
     return json.loads(json.dumps(settings)), getattr(module, PLAIN[name].capitalize())
@@ -113,11 +116,13 @@ def gathered(
     settings, cls = _plain(recipe, model)
     return Exported(run, recipe, row, state, which, model, cls(settings), settings)
 
-# %% ../../nbs/export/07_folder.ipynb #4519b369
-WARNING = "For research use only: not a medical device, not cleared for diagnosis or treatment; validate it on your own data."
+# %% ../../nbs/export/07_folder.ipynb #3fccb11f
+WARNING = ("For research use only: not a medical device, not cleared for diagnosis or treatment; "
+    "validate it on your own data.")
 LICENCES = dict(source="Apache-2.0 (medlab); network classes of MONAI are imported, Apache-2.0",
     weights="that of the data that they were learned from; none is granted here")
-SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+SCHEMA = ("https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/"
+    "meta_schema_20240725.json")
 
 
 def commit() -> str:  # hexadecimal, or None where medlab does not lie in a checkout
@@ -125,7 +130,8 @@ def commit() -> str:  # hexadecimal, or None where medlab does not lie in a chec
     here = Path(medlab.__file__).parent
     with contextlib.suppress(OSError):
         done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True)
-        tracked = subprocess.run(["git", "-C", str(here), "ls-files", "--error-unmatch", "__init__.py"], capture_output=True)
+        own = ["git", "-C", str(here), "ls-files", "--error-unmatch", "__init__.py"]
+        tracked = subprocess.run(own, capture_output=True)
         if done.returncode == tracked.returncode == 0: return done.stdout.strip()
     return None
 
@@ -140,8 +146,8 @@ def _own(e):
 
 def _format(kind, channels, size, names):
     "What one tensor is, in MONAI's words."
-    return dict(type="image", format=kind, modality="n/a", num_channels=channels, spatial_shape=list(size), dtype="float32",
-        value_range=[], is_patch_data=True, channel_def={str(i): n for i, n in enumerate(names)})
+    return dict(type="image", format=kind, modality="n/a", num_channels=channels, spatial_shape=list(size),
+        dtype="float32", value_range=[], is_patch_data=True, channel_def={str(i): n for i, n in enumerate(names)})
 
 
 def _data_format(e):
@@ -157,18 +163,19 @@ def _data_format(e):
 # %% ../../nbs/export/07_folder.ipynb #3355908b
 def metadata(e:Exported) -> dict:
     "What `configs/metadata.json` says."
-    return dict(schema=SCHEMA, version="0.1.0", changelog={"0.1.0": f"exported from the run {e.run.name}, step {e.row['step']}"},
-        monai_version=monai.__version__, pytorch_version=torch.__version__.split("+")[0], numpy_version=np.__version__,
-        required_packages_version=dict(nibabel=importlib.metadata.version("nibabel"), safetensors=safetensors.__version__),
-        optional_packages_version={}, name=f"medlab {e.recipe.name}", task=type(e.recipe).__doc__.split(";")[0],
-        description=f"{type(e.recipe).__doc__.split(';')[0]}, trained with medlab. {WARNING}", intended_use=WARNING,
+    what, log = type(e.recipe).__doc__.split(";")[0], f"exported from the run {e.run.name}, step {e.row['step']}"
+    needed = dict(nibabel=importlib.metadata.version("nibabel"), safetensors=safetensors.__version__)
+    return dict(schema=SCHEMA, version="0.1.0", changelog={"0.1.0": log}, monai_version=monai.__version__,
+        pytorch_version=torch.__version__.split("+")[0], numpy_version=np.__version__,
+        required_packages_version=needed, optional_packages_version={}, name=f"medlab {e.recipe.name}", task=what,
+        description=f"{what}, trained with medlab. {WARNING}", intended_use=WARNING,
         authors="the people of the run", copyright=f"source: {LICENCES['source']}; weights: {LICENCES['weights']}",
         network_data_format=_data_format(e), medlab=_own(e))
 
 # %% ../../nbs/export/07_folder.ipynb #b19f3f07
 USAGE = dict(segmenter="IMAGE.nii.gz [SECOND-CHANNEL.nii.gz …]", restorer="IMAGE.nii.gz",
     synthesizer="t1n=A.nii.gz t1c=B.nii.gz …")
-SCRIPT = '''"""Loads the network of the run {run} and predicts with it; needs torch, monai, safetensors and nibabel, no medlab.
+SCRIPT = '''"""Loads the network of the run {run} and predicts; needs torch, monai, safetensors and nibabel, no medlab.
 
     python load.py OUTPUT.nii.gz {usage} [--OPTION=VALUE …] [--device=cuda]
 
@@ -220,7 +227,7 @@ def script(e:Exported) -> str:
     return SCRIPT.format(run=e.run.name, usage=USAGE[e.module], module=e.module, cls=e.module.capitalize(), files=files,
         warning=WARNING)
 
-
+# %% ../../nbs/export/07_folder.ipynb #0bee3a4a
 # what `python -m monai.bundle run` evaluates; a key can be given on its command line, as in --output made.nii.gz
 INFERENCE = {
     "imports": ["$import json", "$import sys", "$import torch"],
@@ -242,18 +249,18 @@ INFERENCE = {
     "run": ["$print(@predictor.write(@prediction, @output))"],
 }
 
-# %% ../../nbs/export/07_folder.ipynb #6ecb9eae
+# %% ../../nbs/export/07_folder.ipynb #91659097
 def _bundle_input(e):
     return "\"{'t1n': 'a.nii.gz', 't1c': 'b.nii.gz'}\"" if e.module == "synthesizer" else "image.nii.gz"
 
 
 def _how(e):
     "How each form is used."
-    say = dict(safetensors=f"```\npython load.py made.nii.gz {USAGE[e.module]}\n```\n\nneeds torch, monai, safetensors, numpy and "
-        "nibabel. `load.py` shows how it is called from Python.",
+    say = dict(safetensors=f"```\npython load.py made.nii.gz {USAGE[e.module]}\n```\n\nneeds torch, monai, "
+        "safetensors, numpy and nibabel. `load.py` shows how it is called from Python.",
         bundle=f"```\npython -m monai.bundle run --config_file configs/inference.json --input {_bundle_input(e)} "
-        "--output made.nii.gz\n```\n\nin this folder, or elsewhere with `--bundle_root FOLDER`; needs monai, nibabel and fire. "
-        "`--options \"{'seed': 1}\"` passes options of the prediction.",
+        "--output made.nii.gz\n```\n\nin this folder, or elsewhere with `--bundle_root FOLDER`; needs monai, "
+        "nibabel and fire. `--options \"{'seed': 1}\"` passes options of the prediction.",
         program="`torch.export.load(\"models/program.pt2\").module()` is the network alone, for "
         f"{e.program}; scale, windows and sampling stay outside of it.")
     return "\n\n".join(f"## {f}\n\n{say[f]}" for f in e.forms)
@@ -263,11 +270,12 @@ def readme(e:Exported) -> str:
     "The text of `docs/README.md`."
     missing = f"\n\nThere is no program: {e.program}." if e.program and "program" not in e.forms else ""
     which = dict(ema="averaged weights (EMA)", raw="raw weights")[e.weights]
-    return (f"# {e.run.name}\n\n{type(e.recipe).__doc__.split(';')[0]}: the {which} of step {e.row['step']}, checkpoint "
+    what = type(e.recipe).__doc__.split(";")[0]
+    return (f"# {e.run.name}\n\n{what}: the {which} of step {e.row['step']}, checkpoint "
         f"{e.row['file']} (SHA-256 {e.row['sha256']}), written by medlab {medlab.__version__}.\n\n**{WARNING}**\n\n"
         f"Licences: source {LICENCES['source']}; weights: {LICENCES['weights']}.\n\n{_how(e)}{missing}\n")
 
-# %% ../../nbs/export/07_folder.ipynb #a62bc6d5
+# %% ../../nbs/export/07_folder.ipynb #606488b0
 def _json(folder, name, what):
     (folder / name).write_text(json.dumps(what, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -283,7 +291,8 @@ def _write_safetensors(e, folder):
     (folder / "load.py").write_text(script(e), encoding="utf-8")
 
 
-def _write_program(e, folder): e.program = write_program(e.model, *e.predictor.example(torch), folder / "models/program.pt2")
+def _write_program(e, folder):
+    e.program = write_program(e.model, *e.predictor.example(torch), folder / "models/program.pt2")
 
 
 def _write_bundle(e, folder):
@@ -291,11 +300,13 @@ def _write_bundle(e, folder):
     _json(folder, "configs/inference.json", INFERENCE | {"predictor": INFERENCE["predictor"] | {"_target_": target}})
     torch.save(_tensors(e), folder / "models/model.pt")
 
-# %% ../../nbs/export/07_folder.ipynb #4b7d9121
+# %% ../../nbs/export/07_folder.ipynb #12d9d8fb
 def _write_source(e, folder):
     note = f"From medlab {medlab.__version__}, Apache-2.0; unchanged, but for what is left out."
-    roots = (f"medlab.export.{e.module}", e.module.capitalize()), *(("medlab.export.using", n) for n in ("prepared", "predicted", "parsed"))
-    for name, text in travelling_source(*roots, note=note).items():
+    module, cls, using = f"medlab.export.{e.module}", e.module.capitalize(), "medlab.export.using"
+    methods = [(module, f"{cls}.{m}") for m in ("example", "load", "predict", "write")]
+    functions = [(using, n) for n in ("prepared", "predicted", "parsed")]
+    for name, text in travelling_source(*methods, *functions, note=note).items():
         (folder / "network" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "network" / name).write_text(text, encoding="utf-8")
 
@@ -303,7 +314,8 @@ def _write_source(e, folder):
 def imported(folder, name):
     "The module of a package in a folder, under a name that nothing else has."
     alias = f"_medlab_export_{uuid.uuid4().hex}"
-    spec = importlib.util.spec_from_file_location(alias, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    where = dict(submodule_search_locations=[str(folder)])
+    spec = importlib.util.spec_from_file_location(alias, folder / "__init__.py", **where)
     sys.modules[alias] = importlib.util.module_from_spec(spec)
     try: return importlib.import_module(f"{alias}.{name}")
     finally:
@@ -312,12 +324,14 @@ def imported(folder, name):
 
 def _check_source(e, folder):
     "Raise `RuntimeError` where the copied source does not give the network's numbers."
-    network = getattr(imported(folder / "network", f"export.{e.module}"), e.module.capitalize())(e.settings).build()
+    plain = getattr(imported(folder / "network", f"export.{e.module}"), e.module.capitalize())
+    network = plain(e.settings).build()
     network.load_state_dict(e.model.state_dict())
     apart = largest_difference(network.eval(), e.model, *e.predictor.example(torch))
-    if not apart < 1e-5: raise RuntimeError(f"the exported source gives other numbers: {apart:.2g} of the largest output")
+    if apart < 1e-5: return
+    raise RuntimeError(f"the exported source gives other numbers: {apart:.2g} of the largest output")
 
-# %% ../../nbs/export/07_folder.ipynb #ecfd6196
+# %% ../../nbs/export/07_folder.ipynb #29777235
 WRITERS = dict(safetensors=_write_safetensors, program=_write_program, bundle=_write_bundle)
 
 
@@ -343,7 +357,7 @@ def _fill(e, folder, form):
     (folder / "LICENSE").write_text(f"source: {LICENCES['source']}\nhttps://www.apache.org/licenses/LICENSE-2.0\n\n"
         f"weights: {LICENCES['weights']}\n\n{WARNING}\n", encoding="utf-8")
 
-# %% ../../nbs/export/07_folder.ipynb #e75c0723
+# %% ../../nbs/export/07_folder.ipynb #27fbe3c7
 def _finite(x):
     "The same with text in the place of NaN and infinities, which JSON does not have."
     if isinstance(x, dict): return {str(k): _finite(v) for k, v in x.items()}
@@ -356,12 +370,14 @@ def _check_place(out, overwrite):
     if not os.path.lexists(out): return
     if not out.is_dir() or out.is_symlink(): raise UserError(f"{out} is no folder; name a folder for the export")
     if not any(out.iterdir()): return
-    if not overwrite: raise UserError(f"{out} exists and is not empty; name another folder, or replace an export: --overwrite (overwrite=True)")
+    if not overwrite:
+        raise UserError(f"{out} exists and is not empty; name another folder, or replace an export: --overwrite "
+            "(overwrite=True)")
     with contextlib.suppress(OSError, ValueError):
         if "medlab" in json.loads((out / "configs/metadata.json").read_text(encoding="utf-8")): return
     raise UserError(f"{out} holds something that is no export of medlab, and is not overwritten; name another folder")
 
-# %% ../../nbs/export/07_folder.ipynb #6492f80b
+# %% ../../nbs/export/07_folder.ipynb #d78f39bb
 def _put(part, out):
     "Give a folder its name; what lay there is removed after, and comes back where that fails."
     old = part.with_name(part.name + ".old")
@@ -372,7 +388,7 @@ def _put(part, out):
         raise
     shutil.rmtree(old, ignore_errors=True)
 
-
+# %% ../../nbs/export/07_folder.ipynb #773d6968
 def export_run(
     run,  # run directory, which a trainer may hold meanwhile
     out,  # folder to be made
@@ -390,7 +406,8 @@ def export_run(
     try:
         _fill(e, part, form)
         _put(part, out.absolute())
-    except OSError as error: raise UserError(f"{out} cannot be written: {error.strerror or error}; choose another folder") from error
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}; choose another folder") from error
     finally: shutil.rmtree(part, ignore_errors=True)
     e.path = out
     return e

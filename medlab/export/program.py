@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['MOST', 'traced', 'largest_difference', 'write_program']
 
-# %% ../../nbs/export/06_program.ipynb #5c71a804
+# %% ../../nbs/export/06_program.ipynb #5b0eb0eb
 import inspect
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -41,8 +40,10 @@ def traced(
     shapes = {n: {0: batch} for n in _names(model, args, kwargs)}
     return torch.export.export(model, *_repeated(args, kwargs, 2), dynamic_shapes=shapes)
 
-# %% ../../nbs/export/06_program.ipynb #78fd07e3
-def _noise(x, seed): return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)) if x.is_floating_point() else x
+# %% ../../nbs/export/06_program.ipynb #97477880
+def _noise(x, seed):
+    if not x.is_floating_point(): return x
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

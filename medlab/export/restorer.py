@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from fastcore.basics import patch
 
 from ..core import UserError
 from ..data.images import Image
@@ -66,34 +67,42 @@ class Restorer:
         for name, value in self.switches.items(): SWITCHES[name][0](model, value)
         return model
 
-    def example(self, torch) -> tuple:
-        "(arguments, keywords) of one call of the network, of the training crop's size."
-        x = torch.zeros(1, 1, *self.image_size)
-        return (x, torch.full((1, 2, *self.image_size), 0.5)) if self.depth else (x,), {}
+# %% ../../nbs/export/03_restorer.ipynb #1f160b52
+@patch
+def example(self:Restorer, torch) -> tuple:
+    "(arguments, keywords) of one call of the network, of the training crop's size."
+    x = torch.zeros(1, 1, *self.image_size)
+    return (x, torch.full((1, 2, *self.image_size), 0.5)) if self.depth else (x,), {}
 
-    def load(self,
-        files,  # path, or for the network "depth" a list of two: the picture, and its depth map
-    ):  # `Whole`
-        "Read and scale a picture; raises `CaseFault` for files that do not fit."
-        paths = [Path(p) for p in ([files] if isinstance(files, (str, Path)) else files)]
-        kept = load_pair(PictureFiles(paths[0].name.split(".")[0], *paths), self.spatial_dims, self.depth)
-        return as_whole(kept, kept.blur, Scale.of(kept.blur), self.depth)
 
-    def predict(self,
-        model,  # of `build`, with the run's weights, in evaluation mode
-        case,  # of `load`
-        **options,  # tile, overlap, sums: see `restore`
-    ):  # `Volume` or `Image` in the units of its file
-        "Restore a picture."
-        return replace(case.restore(restore(self, model, case, **options)), name="restored")
+@patch
+def load(self:Restorer,
+    files,  # path, or for the network "depth" a list of two: the picture, and its depth map
+):  # `Whole`
+    "Read and scale a picture; raises `CaseFault` for files that do not fit."
+    paths = [Path(p) for p in ([files] if isinstance(files, (str, Path)) else files)]
+    kept = load_pair(PictureFiles(paths[0].name.split(".")[0], *paths), self.spatial_dims, self.depth)
+    return as_whole(kept, kept.blur, Scale.of(kept.blur), self.depth)
 
-    def write(self, result, path):
-        "Write a volume as NIfTI, a flat picture as .npy."
-        if not isinstance(result, Image): return write_volume(result, path)
-        np.save(path, result.data)
-        return Path(path)
+# %% ../../nbs/export/03_restorer.ipynb #5cb13d9d
+@patch
+def predict(self:Restorer,
+    model,  # of `build`, with the run's weights, in evaluation mode
+    case,  # of `load`
+    **options,  # tile, overlap, sums: see `restore`
+):  # `Volume` or `Image` in the units of its file
+    "Restore a picture."
+    return replace(case.restore(restore(self, model, case, **options)), name="restored")
 
-# %% ../../nbs/export/03_restorer.ipynb #30f1b13e
+
+@patch
+def write(self:Restorer, result, path):
+    "Write a volume as NIfTI, a flat picture as .npy."
+    if not isinstance(result, Image): return write_volume(result, path)
+    np.save(path, result.data)
+    return Path(path)
+
+# %% ../../nbs/export/03_restorer.ipynb #9c7c37a8
 def restorer_settings(
     recipe,  # `Restoration`
     model,  # its network, with the knobs in force

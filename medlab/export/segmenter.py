@@ -9,6 +9,8 @@ __all__ = ['ChannelFiles', 'Segmenter', 'segmenter_settings']
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from fastcore.basics import patch
+
 from ..data.labelled import Intensity, load_labelled
 from ..data.labels import LabelTable
 from ..data.volume import read_volume, write_volume
@@ -37,35 +39,45 @@ class Segmenter:
         settings:dict,  # of `segmenter_settings`, also after a way through JSON
     ):
         vars(self).update(settings)
-        self.image_size, self.options = tuple(self.image_size), {k: v for k, v in self.options.items()}
+        self.image_size = tuple(self.image_size)
         self.table, self.scale = LabelTable.from_dict(settings["table"]), Intensity(*settings["intensity"])
 
     def build(self):  # torch.nn.Module
         "The network, with weights drawn anew."
         return segmentation_net(self.network, self.channels, len(self.table), self.image_size, **self.options)
 
-    def example(self, torch) -> tuple:
-        "(arguments, keywords) of one call of the network, of the window's size."
-        return (torch.zeros(1, self.channels, *self.image_size),), {}
+# %% ../../nbs/export/02_segmenter.ipynb #99c679b9
+@patch
+def example(self:Segmenter, torch) -> tuple:
+    "(arguments, keywords) of one call of the network, of the window's size."
+    return (torch.zeros(1, self.channels, *self.image_size),), {}
 
-    def load(self,
-        files,  # path, or list of paths, one for each channel
-    ):  # `LoadedLabels`
-        "Read and scale a case; raises `CaseFault` for files that do not fit."
-        paths = tuple(map(Path, [files] if isinstance(files, (str, Path)) else files))
-        return load_labelled(ChannelFiles(paths[0].name.split(".")[0], paths), None, self.scale, self.channels)
 
-    def predict(self,
-        model,  # of `build`, with the run's weights, in evaluation mode
-        case,  # of `load`
-        **options,  # tile, overlap, flips, threshold, largest, sums: see `segment`
-    ):  # `Volume` of label ids on the file's grid
-        "Label a case."
-        return segment(self, model, case, **options)
+@patch
+def load(self:Segmenter,
+    files,  # path, or list of paths, one for each channel
+):  # `LoadedLabels`
+    "Read and scale a case; raises `CaseFault` for files that do not fit."
+    paths = tuple(map(Path, [files] if isinstance(files, (str, Path)) else files))
+    return load_labelled(ChannelFiles(paths[0].name.split(".")[0], paths), None, self.scale, self.channels)
 
-    def write(self, result, path): "Write the labels as NIfTI."; return write_volume(result, path, result.data.dtype)
+# %% ../../nbs/export/02_segmenter.ipynb #1a5e20de
+@patch
+def predict(self:Segmenter,
+    model,  # of `build`, with the run's weights, in evaluation mode
+    case,  # of `load`
+    **options,  # tile, overlap, flips, threshold, largest, sums: see `segment`
+):  # `Volume` of label ids on the file's grid
+    "Label a case."
+    return segment(self, model, case, **options)
 
-# %% ../../nbs/export/02_segmenter.ipynb #78819ca6
+
+@patch
+def write(self:Segmenter, result, path):
+    "Write the labels as NIfTI, in an integer type."
+    return write_volume(result, path, result.data.dtype)
+
+# %% ../../nbs/export/02_segmenter.ipynb #0ebd8593
 def segmenter_settings(
     recipe,  # `Segmentation`, set up, or one that remembers its run
     model=None,  # not looked at: the network has no switches

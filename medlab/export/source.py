@@ -236,14 +236,16 @@ def text(self:Module,
 
 # %% ../../nbs/export/01_source.ipynb #c92074bf
 def travelling_source(
-    *roots,  # (module, name) of what is needed
+    *roots,  # (module, name) of what is needed, or (module, "Class.method") where a method is called from outside
     note:str,  # a line on where it comes from, and its licence
 ) -> dict:  # relative path → text
     "The files of a package that holds some definitions, and what they need of medlab."
     found = Travellers()
     for module, name in roots:
+        name, _, method = name.partition(".")
         if not found.module(module).binding(name): raise KeyError(f"{module} has no definition of {name!r}")
         found.need(module, name)
+        found.attributes |= {method} - {""}
     found.close()
     modules = [m for m in found.modules.values() if any(s.kept for s in m.statements)]
     files = {Path(*m.name.split(".")[1:]).with_suffix(".py").as_posix(): m.text(note) for m in modules}

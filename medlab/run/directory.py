@@ -209,7 +209,7 @@ def plot(self:Run,
 # %% ../../nbs/run/07_directory.ipynb #0ffda49b
 def _filled(s, steps):
     "(values, words) of a series at the steps of a table."
-    value, words = np.full(len(steps), np.nan), np.full(len(steps), "absent")
+    value, words = np.full(len(steps), np.nan), np.full(len(steps), "absent", "<U7")
     at = np.searchsorted(steps, s.step)
     value[at], words[at] = s.value, np.array(STATUS)[s.status]
     return value, words
@@ -251,7 +251,7 @@ def to_csv(self:Run,
     path=None,  # file to write, replaced whole or not at all; None: metrics.csv in the run directory
     *names, **options,  # of `columns`
 ) -> Path:
-    "Write recorded metrics as comma-separated values: `nan`, `inf` and `-inf` in words, nothing where none was recorded."
+    "Write recorded metrics as comma-separated values: `nan`, `inf`, `-inf`, and nothing where none was recorded."
     path, made = Path(path or self.path / "metrics.csv"), self.columns(*names, **{**options, "status": True})
     cells = {n: _cells(c) for n, c in made.items()}
     for n in [n for n in cells if f"{n}_status" in cells]:
