@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMS', 'PLAIN', 'WARNING', 'LICENCES', 'SCHEMA', 'USAGE', 'SCRIPT', 'INFERENCE', 'WRITERS', 'checkpoint_rows',
-           'read_newest', 'Exported', 'gathered', 'commit', 'metadata', 'script', 'readme', 'imported', 'export_run']
+           'read_newest', 'Exported', 'gathered', 'commit', 'packages', 'metadata', 'script', 'readme', 'imported',
+           'export_run']
 
 # %% ../../nbs/export/07_folder.ipynb #ed03448f
 import contextlib
@@ -135,7 +136,17 @@ def commit() -> str:  # hexadecimal, or None where medlab does not lie in a chec
         if done.returncode == tracked.returncode == 0: return done.stdout.strip()
     return None
 
-# %% ../../nbs/export/07_folder.ipynb #1e375d86
+# %% ../../nbs/export/07_folder.ipynb #4df0ef3c
+def packages(
+    model:torch.nn.Module,
+) -> dict:  # name → version here
+    "What must be installed beside torch and MONAI: MONAI imports einops where it is there, and some networks need it."
+    spaces = [vars(sys.modules[type(m).__module__]) for m in model.modules()]
+    loaded = {str(getattr(v, "__module__", "")).split(".")[0] for space in spaces for v in space.values()}
+    names = ["nibabel", "safetensors"] + ["einops"] * ("einops" in loaded)
+    return {n: importlib.metadata.version(n) for n in names}
+
+
 def _own(e):
     "Where an export came from."
     return dict(run=e.run.name, created=e.run.meta.get("created"), exported=time.time(), checkpoint=e.row["file"],
@@ -164,10 +175,10 @@ def _data_format(e):
 def metadata(e:Exported) -> dict:
     "What `configs/metadata.json` says."
     what, log = type(e.recipe).__doc__.split(";")[0], f"exported from the run {e.run.name}, step {e.row['step']}"
-    needed = dict(nibabel=importlib.metadata.version("nibabel"), safetensors=safetensors.__version__)
     return dict(schema=SCHEMA, version="0.1.0", changelog={"0.1.0": log}, monai_version=monai.__version__,
         pytorch_version=torch.__version__.split("+")[0], numpy_version=np.__version__,
-        required_packages_version=needed, optional_packages_version={}, name=f"medlab {e.recipe.name}", task=what,
+        required_packages_version=packages(e.model), optional_packages_version={},
+        name=f"medlab {e.recipe.name}", task=what,
         description=f"{what}, trained with medlab. {WARNING}", intended_use=WARNING,
         authors="the people of the run", copyright=f"source: {LICENCES['source']}; weights: {LICENCES['weights']}",
         network_data_format=_data_format(e), medlab=_own(e))
@@ -175,7 +186,7 @@ def metadata(e:Exported) -> dict:
 # %% ../../nbs/export/07_folder.ipynb #b19f3f07
 USAGE = dict(segmenter="IMAGE.nii.gz [SECOND-CHANNEL.nii.gz …]", restorer="IMAGE.nii.gz",
     synthesizer="t1n=A.nii.gz t1c=B.nii.gz …")
-SCRIPT = '''"""Loads the network of the run {run} and predicts; needs torch, monai, safetensors and nibabel, no medlab.
+SCRIPT = '''"""Loads the network of the run {run} and predicts; needs torch, monai, {needs}.
 
     python load.py OUTPUT.nii.gz {usage} [--OPTION=VALUE …] [--device=cuda]
 
@@ -225,7 +236,7 @@ def script(e:Exported) -> str:
     "The text of `load.py`."
     files = '{"t1n": "a.nii.gz"}' if e.module == "synthesizer" else '["image.nii.gz"]'
     return SCRIPT.format(run=e.run.name, usage=USAGE[e.module], module=e.module, cls=e.module.capitalize(), files=files,
-        warning=WARNING)
+        warning=WARNING, needs=", ".join(packages(e.model)))
 
 # %% ../../nbs/export/07_folder.ipynb #0bee3a4a
 # what `python -m monai.bundle run` evaluates; a key can be given on its command line, as in --output made.nii.gz
@@ -257,10 +268,11 @@ def _bundle_input(e):
 def _how(e):
     "How each form is used."
     say = dict(safetensors=f"```\npython load.py made.nii.gz {USAGE[e.module]}\n```\n\nneeds torch, monai, "
-        "safetensors, numpy and nibabel. `load.py` shows how it is called from Python.",
+        f"{', '.join(packages(e.model))}; no medlab. `load.py` shows how it is called from Python.",
         bundle=f"```\npython -m monai.bundle run --config_file configs/inference.json --input {_bundle_input(e)} "
         "--output made.nii.gz\n```\n\nin this folder, or elsewhere with `--bundle_root FOLDER`; needs monai, "
-        "nibabel and fire. `--options \"{'seed': 1}\"` passes options of the prediction.",
+        f"{', '.join(packages(e.model))} and fire. "
+        "`--options \"{'seed': 1}\"` passes options of the prediction.",
         program="`torch.export.load(\"models/program.pt2\").module()` is the network alone, for "
         f"{e.program}; scale, windows and sampling stay outside of it.")
     return "\n\n".join(f"## {f}\n\n{say[f]}" for f in e.forms)

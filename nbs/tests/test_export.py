@@ -1,6 +1,7 @@
 """What leaves the lab, used where no medlab is: every form of every recipe, in an interpreter that may import torch and MONAI and no more.
 
-MEDLAB_FRESH=/path/to/python takes an interpreter of another environment instead, with torch, monai, safetensors, nibabel and fire in it.
+MEDLAB_FRESH=/path/to/python takes an interpreter of another environment instead, with torch, monai, safetensors, nibabel and fire in it, and
+einops, which MONAI leaves out and its diffusion network needs.
 """
 import contextlib
 import csv
@@ -162,6 +163,7 @@ def test_the_metadata_says_where_it_came_from(lab):
     needed = {"version", "monai_version", "pytorch_version", "numpy_version", "required_packages_version", "task", "description",
         "authors", "copyright", "network_data_format", "schema"}
     assert needed <= about.keys()
+    assert about["required_packages_version"].keys() == {"nibabel", "safetensors", *["einops"] * (name == "fast_ddpm")}
     for part in (about["network_data_format"]["inputs"]["image"], about["network_data_format"]["outputs"]["pred"]):
         assert {"type", "format", "num_channels", "spatial_shape", "dtype", "value_range", "is_patch_data", "channel_def"} <= part.keys()
         assert len(part["channel_def"]) == part["num_channels"]
@@ -169,7 +171,8 @@ def test_the_metadata_says_where_it_came_from(lab):
 
 def test_the_source_needs_torch_and_monai_alone():
     for module, cls in (("segmenter", "Segmenter"), ("restorer", "Restorer"), ("synthesizer", "Synthesizer")):
-        files = travelling_source((f"medlab.export.{module}", cls), note="")
+        roots = [(f"medlab.export.{module}", f"{cls}.{m}") for m in ("example", "load", "predict", "write")]
+        files = travelling_source(*roots, note="")
         assert outside_modules(files) - {*sys.stdlib_module_names} == {"torch", "monai", "numpy", "nibabel"}
         assert not {"sqlite3", "subprocess", "socket"} & outside_modules(files)
 
