@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submodules=["data", "phantoms", "recipes"],
-    submod_attrs={"core": ["UserError"], "run.directory": ["Run"], "recipes.base": ["Recipe"],
+    submod_attrs={"core": ["UserError"], "export.run": ["Run"], "recipes.base": ["Recipe"],
                   "knobs.traits": ["Real"], "knobs.knobs": ["Knobs"], "knobs.fixes": ["Fix"],
-                  "train.trainer": ["Trainer"], "widgets.lab": ["Lab"]},
+                  "export.trainer": ["Trainer"], "widgets.lab": ["Lab"]},
 )

@@ -26,7 +26,7 @@ class UserError(ValueError):
     def _render_traceback_(self):
         "What IPython shows instead of every frame: those of the user's own code, and the message."
         others = [f"{os.sep}{d}{os.sep}" for d in ("IPython", "site-packages", "dist-packages")]
-        others += importlib.import_module("medlab").__path__
+        others += importlib.import_module(__package__ or "medlab").__path__
         own = [f for f in traceback.extract_tb(self.__traceback__) if not any(o in f.filename for o in others)]
         return [*(f"{_where(f.filename)}, line {f.lineno}: {f.line}" for f in own), f"{type(self).__name__}: {self}"]
 

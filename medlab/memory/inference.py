@@ -10,7 +10,7 @@ import torch
 
 from ..core import UnknownName
 from .oom import attempt
-from .usage import Memory
+from .usage import Memory, gpu_free
 
 # %% ../../nbs/memory/06_inference.ipynb #ca252c06
 def smaller_tile(
@@ -38,7 +38,7 @@ def sums_device(
     if device.type == "cpu" or sums == "host": return torch.device("cpu")
     if sums == "device": return device
     needed = 2 * 4 * values / 1e9  # GB of sums in float32, and at most as much again for the weights of the windows
-    return device if SHARE * needed < Memory(device).free() else torch.device("cpu")
+    return device if SHARE * needed < gpu_free(device) else torch.device("cpu")
 
 # %% ../../nbs/memory/06_inference.ipynb #cda1129f
 def _next(options, tiled, side):

@@ -6,8 +6,10 @@
 __all__ = ['COMMANDS', 'Run', 'run_or_fault', 'write_columns']
 
 # %% ../../nbs/run/07_directory.ipynb #263a076b
+import csv
 import html
 import json
+import os
 import socket
 import sqlite3
 import threading
@@ -17,8 +19,8 @@ import numpy as np
 import psutil
 from fastcore.basics import patch
 
-from ..core import UnknownName, UserError
-from .chunks import last_steps, metric_names
+from ..core import UnknownName, UserError, optional
+from .chunks import STATUS, last_steps, metric_names
 from .older_names import current_meta
 from .records import read_checkpoints, read_environment, read_events, read_meta, read_segments, void_after
 from .requests import read_changes, request_change, request_command
@@ -203,6 +205,67 @@ def plot(self:Run,
     recorded = self.names()
     names = names or [n for n in ("loss", "lr", "grad_norm", "scale") if n in recorded]
     return show_curves(self.metrics(*names, points=points), [_mark(c) for c in self.changes() if c.state == "applied"])
+
+# %% ../../nbs/run/07_directory.ipynb #0ffda49b
+def _filled(s, steps):
+    "(values, words) of a series at the steps of a table."
+    value, words = np.full(len(steps), np.nan), np.full(len(steps), "absent", "<U7")
+    at = np.searchsorted(steps, s.step)
+    value[at], words[at] = s.value, np.array(STATUS)[s.status]
+    return value, words
+
+
+@patch
+def columns(self:Run,
+    *names,  # metrics; none: all
+    status:bool=None,  # with a column NAME_status for every metric; None: where it says more than ok; False: for none
+    start:int=None, stop:int=None,  # first and last step, inclusive; None: open
+) -> dict:  # "step" → (n,) integers, metric → (n,) float64, metric_status → (n,) words
+    "Recorded metrics as columns of one length; raises `UnknownName` for one that was never recorded."
+    found = self.metrics(*names, start=start, stop=stop)
+    steps = np.unique(np.concatenate([s.step for s in found.values()] or [np.empty(0)])).astype(np.int64)
+    out = dict(step=steps)
+    for n, s in found.items():
+        out[n], words = _filled(s, steps)
+        if status or (status is None and (words != "ok").any()): out[f"{n}_status"] = words
+    return out
+
+# %% ../../nbs/run/07_directory.ipynb #ad2bf07a
+@patch
+def to_dataframe(self:Run,
+    *names, **options,  # of `columns`
+):  # pandas.DataFrame, indexed by step
+    "Recorded metrics for pandas; raises `UserError` where pandas is not installed."
+    made = self.columns(*names, **options)
+    return optional("pandas", "table").DataFrame(made).set_index("step")
+
+
+def _cells(column):
+    "A column as text: every digit of a number, nothing where there is none."
+    words = map(repr, column.tolist()) if column.dtype.kind == "f" else map(str, column.tolist())
+    return list(words)
+
+# %% ../../nbs/run/07_directory.ipynb #16a84ca5
+@patch
+def to_csv(self:Run,
+    path=None,  # file to write, replaced whole or not at all; None: metrics.csv in the run directory
+    *names, **options,  # of `columns`
+) -> Path:
+    "Write recorded metrics as comma-separated values: `nan`, `inf`, `-inf`, and nothing where none was recorded."
+    path, made = Path(path or self.path / "metrics.csv"), self.columns(*names, **{**options, "status": True})
+    cells = {n: _cells(c) for n, c in made.items()}
+    for n in [n for n in cells if f"{n}_status" in cells]:
+        words = made[f"{n}_status"]
+        cells[n] = ["" if w in ("skipped", "absent") else c for c, w in zip(cells[n], words)]
+    shown = self.columns(*names, **options)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "w", newline="", encoding="utf-8") as f:
+            csv.writer(f).writerows([list(shown), *zip(*(cells[n] for n in shown))])
+        os.replace(part, path)
+    except OSError as e: raise UserError(f"{path} cannot be written: {e.strerror or e}; choose another file") from e
+    finally: part.unlink(missing_ok=True)
+    return path
 
 # %% ../../nbs/run/07_directory.ipynb #1083563c
 def write_columns(
