@@ -66,7 +66,10 @@ class DataKnobs(HasTraits):
         help="waiting time for a batch after which loading "
         "processes that give nothing are ended and started anew, and a sample that hangs by itself is left out; needs "
         "workers").tag(unit="s", off=None, concern="data")
-    val_every_steps = Int(0, min=0, help="steps between validations").tag(unit="steps", off=0, concern="validation")
+    val_every_steps = Int(0, min=0, help="steps between validations; 0: as often as val_share allows").tag(
+        unit="steps", off=0, concern="validation")
+    val_share = Real(0.05, 0, 1, help="share of the time that validation may take where val_every_steps is 0 and one "
+        "process trains; 0: none").tag(off=0.0, concern="validation")
     val_cases = Int(2, min=1, help="cases per validation").tag(unit="cases", concern="validation")
     save_every = Int(200, min=0, help="steps between checkpoints; one is always written at the end").tag(
         unit="steps", off=0, concern="checkpoints")

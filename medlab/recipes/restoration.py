@@ -131,6 +131,7 @@ class Restoration(Recipe):
     batch_size: int = 4
 
     name, Knobs = "restoration", RestorationKnobs
+    metric = "psnr"
     endings = (".png", ".tif", ".tiff", ".nii", ".nii.gz")
     tiny = dict(image_size=(32, 32), dim=8, blocks=(1, 1), refinement=1, phantoms=8, batch_size=2)  # for --debug
     least = Recipe.least | dict(val=0.0, test=0.0, phantoms=1, cache_gb=0.0)

@@ -132,6 +132,7 @@ class Segmentation(Recipe):
     batch_size: int = 2
 
     name, Knobs = "segmentation", SegmentationKnobs
+    metric = "dice"
     tiny = dict(image_size=(16, 16, 16), filters=(4, 8, 8), phantoms=8)  # for --debug
     least = Recipe.least | dict(val=0.0, test=0.0, phantoms=1, cache_gb=0.0, tolerance=1e-6, max_distance=1e-3)
 

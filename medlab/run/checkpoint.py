@@ -82,10 +82,11 @@ def _kept(path):
 def newest_state(
     path,  # run directory, which a trainer may hold meanwhile
     device="cpu",  # where the tensors go
+    best:bool=False,  # only the one that validation found best
 ):  # (state, reasons why newer ones were passed over), or (None, reasons) where there is none
-    "The newest checkpoint of a run that is whole."
+    "The newest checkpoint of a run that is whole, or the best one."
     reasons = []
-    for row in reversed(_kept(path)):
+    for row in reversed([r for r in _kept(path) if r["best"] or not best]):
         try: return read_state(Path(path) / "checkpoints" / row["file"], row["sha256"], device), reasons
         except UserError as e: reasons.append(str(e))
     return None, reasons
@@ -149,9 +150,20 @@ def _write(self:CheckpointManager, step, file, state):
 def _trim(self:CheckpointManager, keep):
     "Take all but the last `keep` off the list, and delete their files."
     sql = "UPDATE checkpoints SET state='removed' WHERE file=? AND state='kept'"
-    for name in [r["file"] for r in _kept(self.path)[:-keep]]:
+    for name in [r["file"] for r in _kept(self.path) if not r["best"]][:-keep]:
         if self.store.write(sql, name).exception(): return
         with contextlib.suppress(OSError): (self.folder / Path(name).name).unlink()
+
+# %% ../../nbs/run/12_checkpoint.ipynb #19e6851b
+@patch
+def mark_best(self:CheckpointManager,
+    file:Path,  # of `save`
+    keep:int=3,  # how many others to keep, ≥ 1
+):
+    "Keep a checkpoint beside the newest until another one is marked. Raises what the store raises."
+    self.store.write("UPDATE checkpoints SET state='kept' WHERE state='best'")
+    self.store.write("UPDATE checkpoints SET state='best' WHERE file=? AND state='kept'", Path(file).name).result()
+    self._trim(keep)
 
 # %% ../../nbs/run/12_checkpoint.ipynb #c4fe712b
 def _chain(error):

@@ -81,8 +81,9 @@ def last_event(
 # %% ../../nbs/run/04_records.ipynb #379fcc3b
 def read_checkpoints(
     db:sqlite3.Connection,  # a run's database
-) -> list:  # of dictionaries of step, file, sha256, bytes, time; oldest first
-    "The checkpoints that are kept."
+) -> list:  # of dictionaries of step, file, sha256, bytes, time, best; oldest first
+    "The checkpoints that are kept; `best` is True for the one that validation found best."
     keys = "step", "file", "sha256", "bytes", "time"
-    rows = db.execute(f"SELECT {', '.join(keys)} FROM checkpoints WHERE state='kept' ORDER BY id")
-    return [dict(zip(keys, r)) for r in rows.fetchall()]
+    rows = db.execute(f"SELECT {', '.join(keys)}, state='best' FROM checkpoints WHERE state IN ('kept', 'best') "
+        "ORDER BY id")
+    return [dict(zip((*keys, "best"), (*r[:-1], bool(r[-1])))) for r in rows.fetchall()]

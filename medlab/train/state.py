@@ -264,11 +264,15 @@ def trained_model(
 def load_model(
     path,  # run directory
     device="cpu",
+    best:bool=False,  # the weights that validation found best; False: the newest
 ) -> tuple:  # (recipe, model in evaluation mode with the averaged weights where there are any, iteration)
     "What a run has learned so far, with TF32 as it had it; raises `UserError` where it has no whole checkpoint."
     recipe, device = recipe_of(path), torch_device(device)
     recipe.remember(Run(path).meta["data"])
-    state, reasons = newest_state(path)
+    state, reasons = newest_state(path, best=best)
+    if state is None and best and not reasons:
+        raise UserError(f"{path} has no best checkpoint: none of its validations was saved; leave best out for "
+            "the newest")
     if state is None: raise UserError(f"{path} has no checkpoint to predict from" + "".join(f"; {r}" for r in reasons))
     state = upgraded(state)
     set_tf32(state["knobs"].get("tf32", False))

@@ -32,6 +32,7 @@ class Telemetry:
         self.writer, self.progress, self.memory = writer, progress, memory
         self.epoch, self.retry = epoch, retry
         self.bar, self.last = None, {}  # `Bar` where somebody watches; metrics of the last step, by name
+        self.more = dict  # function without arguments: further columns of the bar
         self.new_segment()
 
     def new_segment(self):
@@ -83,7 +84,7 @@ def _fault(self:Telemetry, iteration, f):
 def _draw(self:Telemetry, r, batch):
     # what is made, where the recipe names it
     label = batch.micro_batches[-1].get("target") if batch.micro_batches else None
-    row = {"skips_in_a_row": r.consecutive_skips} if r.consecutive_skips else {}
-    self.bar.update(r.iteration, loss=self.last.get("loss"), lr=self.last.get("lr"),
-        target=label[0] if isinstance(label, list) else "–",
+    row = {"target": label[0]} if isinstance(label, list) else {}
+    if r.consecutive_skips: row["skips_in_a_row"] = r.consecutive_skips
+    self.bar.update(r.iteration, loss=self.last.get("loss"), lr=self.last.get("lr"), **self.more(),
         step=r.iteration, mem_gb=self.memory.host, step_time=r.ended - batch.began, **row)

@@ -39,6 +39,7 @@ def fail(where): raise OUT_OF_MEMORY[where]()
 
 class Reads(torch.utils.data.Dataset):
     "A dataset that is told of every sample that is read from it."
+    seeded = True
 
     def __init__(self, dataset, see): self.dataset, self.see, self.reads = dataset, see, 0
     def __len__(self): return len(self.dataset)

@@ -292,7 +292,7 @@ class Slow(Regression):
             def __len__(self): return len(items)
             def __getitem__(self, key):
                 time.sleep(0.005)
-                return items[key[0]]
+                return items[key]
         items = super().dataset()
         return Read()
 
