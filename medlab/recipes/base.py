@@ -119,6 +119,7 @@ class Use:
     predict_options, check_options = {}, {}  # of the command line: name → (type, default, help)
     endings = (".nii", ".nii.gz")  # of the files that `write` writes
     metric = None  # by which weights are judged, such as "dice", or "-hd95": less is better; None: the first of `score`
+    baseline_from_training = False  # whether `score` fits a baseline to the training cases
     knobs = None  # the knobs in force, while a trainer holds the recipe or a run's model was loaded with it
 
     def __init_subclass__(cls, **kw):

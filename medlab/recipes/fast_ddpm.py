@@ -88,7 +88,7 @@ class FastDDPM(Recipe):
     optimizer: str = "Adam"
 
     name, Knobs = "fast_ddpm", FastDDPMKnobs
-    metric = "psnr"
+    metric, baseline_from_training = "psnr", True
     tiny = dict(image_size=(16, 16, 16), channels=(8, 16), num_res_blocks=1, norm_groups=8,
         phantoms=8, limit=8)  # for --debug
     least = Recipe.least | dict(num_res_blocks=1, norm_groups=1, points=1, limit=0, phantoms=1, cache_gb=0.0)
