@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from medlab.batches import loader
-from medlab.batches.loader import DeviceCopy
+from medlab.batches.copies import DeviceCopy
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -27,7 +27,7 @@ NBS = Path(__file__).resolve().parents[1]
 TINY = "a CPU is slow, above all in half precision, so everything is smaller"
 # notebook and cell → (why, text of the cell or of one that it needs → what stands for it here)
 REDUCED = {
-    ("batches/04_loader", "20e0f101"): (TINY, {"4096, 4096": "16, 16", "(64, 1024, 64)": "(2, 3, 4)"}),
+    ("batches/04_copies", "20e0f101"): (TINY, {"4096, 4096": "16, 16", "(64, 1024, 64)": "(2, 3, 4)"}),
     ("bench/attention", "0e2a1c63"): (TINY, {"48, 64": "4, 16", "rounds=20": "rounds=1"}),
     ("bench/attention", "f9034fee"): (TINY, {"[half](48)": "[half](4)", "data(48, 16": "data(4, 16", "48, 64": "4, 16", "rounds=20": "rounds=1"}),
     ("bench/attention", "99ee6783"): (TINY, {"16, 64": "2, 16", "rounds=20": "rounds=1"}),
