@@ -37,6 +37,9 @@ RENAMED = dict(
     metrics={},
     words={},
     own_step=("loss_scale", "no_gradient"),  # kinds that stood at the step before the one in their text, and now stand at it
+    data=dict(skip=("batch",), diagnosis=("late",)),  # kind → what its data hold by now
+    # what is said or done by now and was not: a score tried before step 1, and the weights of a best validation, saved
+    more=(r"one case was scored before the first step", r"step (30|60) was saved as"),
 )
 
 
@@ -170,10 +173,13 @@ def rename(run):
     kinds, metrics = RENAMED["kinds"], RENAMED["metrics"]
     events = [[e[0], kinds.get(e[1], e[1]), e[2], *renamed(e[3:])] for e in run["events"]]
     for e in events:
+        for k in RENAMED["data"].get(e[1], ()): e[4].pop(k, None)
         if e[1] in RENAMED["own_step"] and (found := re.match(r"step (\d+):", e[3])): e[0] = int(found[1])
-    events = sorted((e for e in events if e[1]), key=lambda e: (*e[:4], json.dumps(e[4], sort_keys=True)))
+    new = "|".join(RENAMED["more"])
+    events = sorted((e for e in events if e[1] and not re.match(new, e[3])), key=lambda e: (*e[:4], json.dumps(e[4], sort_keys=True)))
     series = {new: v for k, v in run["metrics"].items() if (new := metrics.get(k, k))}
-    return run | dict(events=events, metrics=series, changes=renamed(run["changes"]))
+    kept = sorted({*run["checkpoints"]})
+    return run | dict(events=events, metrics=series, changes=renamed(run["changes"]), checkpoints=kept)
 
 
 def split_series(name, a, b):
