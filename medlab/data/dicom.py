@@ -368,8 +368,7 @@ def _refuse_codec(header):
     try: known, ready = True, get_decoder(syntax).is_available
     except NotImplementedError: known = ready = False
     if ready: return
-    package = ("pyjpegls" if "JPEG-LS" in syntax.name else
-               "pylibjpeg pylibjpeg-openjpeg" if "2000" in syntax.name else "python-gdcm")
+    package = "pylibjpeg pylibjpeg-openjpeg" if "High-Throughput" in syntax.name else "python-gdcm"
     remedy = f"no decoder is installed: pip install {package}" if known else \
              "pydicom has no decoder; convert the series to an uncompressed transfer syntax first"
     name = syntax.name or "an unnamed transfer syntax"
