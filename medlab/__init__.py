@@ -16,5 +16,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submodules=["data", "phantoms", "recipes"],
     submod_attrs={"core": ["UserError"], "run.directory": ["Run"], "recipes.base": ["Recipe"],
                   "knobs.traits": ["Real"], "knobs.knobs": ["Knobs"], "knobs.fixes": ["Fix"],
-                  "train.trainer": ["Trainer"], "widgets.lab": ["Lab"]},
+                  "guards.step_guard": ["StepGuard"], "train.trainer": ["Trainer"],
+                  "widgets.lab": ["Lab"]},
 )
