@@ -136,7 +136,7 @@ def step(self:StepGuard,
     except BaseException:
         self.own.undo()
         raise
-    else: return self._book(result, batch, began)
+    else: return self._book(result, batch.split(self.retry.used), began)
     raise RunFailed(f"step {at}: {torn}; {HALF_DONE}: load your last checkpoint", whole=False)
 
 # %% ../../nbs/guards/07_step_guard.ipynb #286c6f2d
