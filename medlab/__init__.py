@@ -16,7 +16,5 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submodules=["data", "phantoms", "recipes"],
     submod_attrs={"core": ["UserError"], "export.run": ["Run"], "recipes.base": ["Recipe"],
                   "knobs.traits": ["Real"], "knobs.knobs": ["Knobs"], "knobs.fixes": ["Fix"],
-    submod_attrs={"core": ["UserError"], "export.run": ["Run"], "recipes.base": ["Recipe"],
-                  "knobs.traits": ["Real"], "knobs.knobs": ["Knobs"], "knobs.fixes": ["Fix"],
                   "guards.step_guard": ["StepGuard"], "export.trainer": ["Trainer"], "widgets.lab": ["Lab"]},
 )
