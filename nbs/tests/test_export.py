@@ -228,7 +228,8 @@ def slow(e, folder):
     import time; time.sleep(60)
 f.WRITERS["program"] = slow
 sys.exit(main(["export", {str(trained / 'run')!r}, {str(trained / 'half')!r}]))"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # where a shell in the background ignores it
     while "writing" not in (line := process.stdout.readline()): assert line, process.stderr.read()
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)

@@ -12,7 +12,7 @@ from fake_device import CUDA, DeviceTensor, FakeDevice, copies_ahead
 from medlab import Trainer, faults, recipes
 from medlab.cli.main import main
 from medlab.core import UnknownName
-from medlab.memory import usage
+from medlab.memory import inference
 from medlab.numerics.tf32 import read_tf32, set_tf32
 from medlab.recipes import restoration, segmentation
 from medlab.run.directory import Run
@@ -166,11 +166,10 @@ def test_sums_of_windows_stay_on_the_host_where_they_take_much(kind, monkeypatch
     expected = made(model)
     assert places == [(torch.Tensor, torch.device("cpu"))]
     places.clear()
-    monkeypatch.setattr(usage.Memory, "__init__", lambda self, device: None)
     with FakeDevice() as device, torch.no_grad():
         device.place(model)
         for sums, free, on_device in (("host", 40, False), ("device", 0, True), ("auto", 40, True), ("auto", 1e-6, False)):
-            monkeypatch.setattr(usage.Memory, "free", lambda self: free)
+            monkeypatch.setattr(inference, "gpu_free", lambda device: free)
             model.seen.clear()
             out = made(model, sums=sums)
             assert type(out) is torch.Tensor and torch.equal(out, expected) and model.seen == {DeviceTensor}
