@@ -253,6 +253,8 @@ def evaluate(
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
     try: a = p.parse_args(argv)
     except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
+    if a.csv and not Path(a.csv).resolve().parent.is_dir():
+        raise UserError(f"--csv {a.csv}: the folder {Path(a.csv).resolve().parent} does not exist; make it first")
     from medlab.cli.evaluate import evaluate_run
     table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device)
     print(f"{a.run} at step {step}{' (best)' * a.best}, {len(table.rows)} cases of {a.data or 'the run, held out'}")

@@ -52,9 +52,10 @@ def shown(self:Split) -> list:  # names
 
 @patch
 def some(self:Split,
-    cases=None,  # how many of `shown`, or names; None: all of `shown`
+    cases=None,  # how many of `shown`, or a name, or names; None: all of `shown`
 ) -> list:  # names
     "The cases that are meant."
+    if isinstance(cases, str): return [cases]
     return self.shown[:cases] if cases is None or isinstance(cases, int) else list(cases)
 
 # %% ../../nbs/data/03_split.ipynb #5ef7effa

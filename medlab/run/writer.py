@@ -33,8 +33,8 @@ def stored_meta(
     exists = (path / "run.db").exists()
     if resume and not exists: raise UserError(_missing(path))
     if exists and not resume:
-        raise UserError(f"{str(path)!r} holds a run already; go on with it (Trainer.open, medlab train --resume) or "
-            "choose another directory")
+        raise UserError(f"{str(path)!r} holds a run already; go on with it (resume=True, Trainer.open, medlab train "
+            "--resume) or choose another directory")
     return Run(path).meta if exists else {}
 
 # %% ../../nbs/run/14_writer.ipynb #52068cc1

@@ -110,6 +110,9 @@ def _read(self:Trainer, resume, knobs):
     self.recipe.knobs = self.knobs
     stored = stored_meta(self.path, resume)
     self.info = self.recipe.setup(stored.get("data", {}).get("split"))
+    if not isinstance(self.info, dict):
+        raise UserError(f"{type(self.recipe).__name__}.setup() gave {self.info!r:.60} and must give a dict, such as "
+            "what self.divide(…) gives: return it")
     self._prepare(None if stored else given)
     return stored
 

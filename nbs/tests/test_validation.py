@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from medlab import Recipe, Run, Trainer
+from medlab.cli.main import evaluate
 from medlab.core import UserError
 from medlab.train import validation
 
@@ -86,3 +87,13 @@ def test_a_validation_that_fails_later_does_not_end_training(tmp_path):
         assert t.run.state == "done" and len(failed) == 2 and "a surface that is not there" in failed[0].text
         assert "raise KeyError" in failed[0].text, "with the user's line"
     assert Run(tmp_path / "run").step == 15
+
+
+def test_what_a_user_forgets_is_said(tmp_path):
+    "A name alone is a case; a setup that returns nothing, and a folder for the table that is not there."
+    with Trainer(Line(), tmp_path / "run", threads=1) as t: assert [r["case"] for r in t.evaluate("case 03").rows] == ["case 03"]
+
+    class Forgot(Line):
+        def setup(self, split=None): super().setup(split)
+    with pytest.raises(UserError, match=r"Forgot.setup\(\) gave None and must give a dict"): Trainer(Forgot(), tmp_path / "other")
+    with pytest.raises(UserError, match="does not exist; make it first"): evaluate([str(tmp_path / "run"), "--csv", str(tmp_path / "no/x.csv")])
