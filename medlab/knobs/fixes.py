@@ -8,7 +8,7 @@ __all__ = ['FIXES', 'Fix', 'Switch', 'Fixes']
 # %% ../../nbs/knobs/03_fixes.ipynb #eb84d31e
 from dataclasses import dataclass
 
-from ..core import UnknownName
+from ..core import UnknownName, UserError
 from .knobs import Knobs
 
 # %% ../../nbs/knobs/03_fixes.ipynb #9a72c9d5
@@ -23,13 +23,18 @@ class Fix:
 
 # %% ../../nbs/knobs/03_fixes.ipynb #3c18a023
 class Switch:
-    "A fix bound to a trainer."
+    "A fix bound to a trainer. Raises `UserError` for a knob that does not exist, or has no value for off, or for on."
 
     def __init__(self,
         fix:Fix,
         ask,  # function (source, **knobs) → `Change`
         knobs:Knobs,  # as they are now
     ):
+        if fix.on.keys() != fix.off.keys():
+            raise UserError(f"the fix {fix.name!r} must have the same knobs for on and off; it has {sorted(fix.on)} "
+                f"and {sorted(fix.off)}")
+        for k in fix.on:
+            if k not in knobs.trait_names(): raise UnknownName(f"knob of the fix {fix.name!r}", k, knobs.values())
         self.fix, self._ask, self._knobs = fix, ask, knobs
 
     def on(self):
