@@ -494,9 +494,10 @@ def _validate(self:Trainer):
 
 
 @patch
-def _scores(self:Trainer):
-    "(the table of the cases of a validation, None), or (None, why memory did not suffice)."
-    return self._outside(lambda **kw: self.recipe.evaluate(self.snapshot(), self.knobs.val_cases, **kw), "validation",
+def _scores(self:Trainer, cases=None):
+    "(the table of so many cases, of a validation's by default, None), or (None, why memory did not suffice)."
+    n = cases or self.knobs.val_cases
+    return self._outside(lambda **kw: self.recipe.evaluate(self.snapshot(), n, **kw), "validation",
         self.knobs.val_retries, {})
 
 # %% ../../nbs/train/10_trainer.ipynb #70036ca5
@@ -506,9 +507,7 @@ def _rehearse(self:Trainer):
     wanted = self.knobs.val_every_steps or self.knobs.val_share and self.validation.possible
     if self.iteration or not wanted or type(self.recipe).__module__.startswith("medlab."): return
     start = time.perf_counter()
-    with torch.random.fork_rng(devices=[]):
-        _, why = self._outside(lambda **kw: self.recipe.evaluate(self.snapshot(), 1, **kw), "validation",
-            self.knobs.val_retries, {})
+    with torch.random.fork_rng(devices=[]): _, why = self._scores(1)
     seconds = time.perf_counter() - start
     if not why: self._report("validation", f"one case was scored before the first step, in {seconds:.2g} s")
 
