@@ -95,7 +95,7 @@ def diagnose(
     if iteration is None: iteration = step.iteration
     step.buffers.save()
     try:
-        for i, micro in enumerate(batch.micro_batches):
+        for i, micro in enumerate(batch.split(step.knobs.now.micro_batch).micro_batches):
             if not (fault := _first(step, iteration, i, micro)): continue
             accused, who = _accused(micro.names, _alone(step, iteration, i, micro) if micro.size <= most else None)
             return Diagnosis(*fault[:2], accused, micro.names, f"{fault[2]}; {who}")
