@@ -6,8 +6,9 @@
     python nbs/bench/run.py --list             what there is, how long it took, and what has changed since
     python nbs/bench/run.py --mark             let tables without a stamp say that they were never measured under one
 
-Each notebook runs in a kernel of its own, in its folder, one after the other: what they measure is time. Cells flagged
-`cuda` run where there is a GPU. A notebook is written only when its last cell has passed; one that fails, that does not
+Each notebook runs in a kernel of its own, in its folder, one after the other: what they measure is time. At the end
+come those that measure something else, with one thread each: two at a time. Cells flagged `cuda` run where there is a
+GPU. A notebook is written only when its last cell has passed; one that fails, that does not
 fit, or that is still running when the time is over keeps its tables. Exit status 1 where one failed.
 """
 import argparse
@@ -16,6 +17,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stamp  # noqa: E402
 
 ROOT, MINUTES = Path(__file__).resolve().parents[2], 90.0
+UNTIMED = {"do_boundary_losses_help", "sampling", "segmentation", "why_the_scaler_dies"}  # scores, skips; one thread
 
 
 class Failed(Exception): "A cell failed; the message names it."
@@ -85,18 +88,18 @@ def client(nb, folder, deadline):
     )
 
 
-def execute(nb, folder, root, deadline, cuda):
+def execute(nb, path, root, deadline, cuda):
     "Run a notebook in place; raises `Failed` or `Late`."
-    made = client(nb, folder, deadline)
+    made = client(nb, path.parent, deadline)
     made.reset_execution_trackers()
     with contextlib.ExitStack() as stack:
         try: stack.enter_context(made.setup_kernel(env=environment(root)))
         except Exception as e: raise Failed(f"no kernel: {type(e).__name__}: {e}") from e
         for i, cell in enumerate(nb["cells"]):
-            if runs(cell, cuda): one(made, i, cell)
+            if runs(cell, cuda): one(made, path.stem, i, cell)
 
 
-def one(made, i, cell):
+def one(made, name, i, cell):
     "Run a cell; raises `Failed` or `Late`."
     start, where = time.monotonic(), f"cell {i} ({first_line(cell)})"
     try: made.execute_cell(cell, i)
@@ -104,7 +107,7 @@ def one(made, i, cell):
     except CellExecutionError as e: raise Failed(f"{where}: {e.ename}: {e.evalue}") from e
     except DeadKernelError as e: raise Failed(f"{where}: the kernel died, perhaps for want of memory") from e
     tidy(cell)
-    if "slow" in stamp.flags(cell): say(f"    cell {i:3}  {time.monotonic() - start:6.1f} s  {first_line(cell)}")
+    if "slow" in stamp.flags(cell): say(f"    {name}, cell {i:3}  {time.monotonic() - start:6.1f} s  {first_line(cell)}")
 
 
 def write(nb, path):
@@ -121,7 +124,7 @@ def measure(path, root, deadline, card):
     before, start = path.read_bytes(), time.monotonic()
     nb, old = nbformat.read(path, as_version=4), stamp.load(path)
     head, code = stamp.commit(root, old, path), stamp.Code(root).of(old)  # as they are when the kernel starts
-    execute(nb, path.parent, root, deadline, bool(card))
+    execute(nb, path, root, deadline, bool(card))
     if path.read_bytes() != before: raise Failed("the notebook was changed while it ran, and is left as it is")
     seconds = round(time.monotonic() - start)
     made = dict(commit=head, machine=stamp.machine(card), seconds=seconds, cells=stamp.own(old), code=code)
@@ -199,7 +202,12 @@ def run_all(paths, root, minutes):
     deadline, card = time.monotonic() + 60 * minutes, gpu() if minutes > 0 else None
     if minutes > 0 and (load := os.getloadavg()[0]) > 0.5:
         say(f"note: the machine is busy (load {load:.1f}), and times will show it")
-    became = {name: attempt(name, paths[name], root, deadline, card) for name in planned(paths)}
+    tried = lambda name: attempt(name, paths[name], root, deadline, card)
+    plan = planned(paths)
+    became = {name: tried(name) for name in plan if name not in UNTIMED}
+    with ThreadPoolExecutor(min(2, len(os.sched_getaffinity(0)))) as pool:  # the longest first: less waiting at the end
+        rest = [name for name in reversed(plan) if name in UNTIMED]
+        became |= dict(zip(rest, pool.map(tried, rest)))
     for what in ("measured", "failed", "left"):
         say(f"{what}: {', '.join(n for n in became if became[n] == what) or 'none'}")
     if "left" in became.values(): say(f"what is left did not fit into {minutes:g} minutes")

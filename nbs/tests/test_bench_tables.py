@@ -233,6 +233,28 @@ def test_the_quickest_comes_first_and_the_unknown_last(tiny):
     assert bench.planned(stamp.notebooks(tiny)) == ["c", "b", "a", "tiny"]
 
 
+MEETS = """#| slow
+import time
+from pathlib import Path
+Path("here-{0}").touch()
+end = time.monotonic() + {2}
+while not Path("here-{1}").exists() and time.monotonic() < end: time.sleep(0.05)
+assert Path("here-{1}").exists()"""
+
+
+@pytest.mark.parametrize("timed", [set(), {"b"}], ids=["side by side", "one is timed"])
+def test_what_measures_no_time_runs_two_at_a_time(tiny, monkeypatch, capsys, timed):
+    "Two notebooks that wait for each other; where one of them measures time it runs alone, and waits in vain."
+    monkeypatch.setattr(bench, "UNTIMED", {"a", "b"} - timed)
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda pid: {0, 1})
+    for name, other in ("ab", "ba"): notebook(tiny, name, MEETS.format(name, other, 3 if timed else 60))
+    assert run(tiny, "a", "b") == bool(timed)
+    assert ("failed: b" in capsys.readouterr().out) == bool(timed)
+
+
+def test_those_that_measure_no_time_are_there(): assert set(REAL) > bench.UNTIMED
+
+
 def test_only_what_is_named_is_run(tiny, capsys):
     notebook(tiny, "quick", "print(1)")
     notebook(tiny, "more", "#| slow\n1")
