@@ -86,14 +86,7 @@ class Trainer:
         refuse_child()
         self.recipe, self.path, self.threads = recipe, Path(run), checked_threads(threads)
         self.device, self.progress, self.worker = torch_device(device), Progress(), Worker(str(run))
-        stored = self._read(resume, knobs)
-        aside = None if resume else move_aside(self.path)
-        self.writer = RunWriter.claim(self.path, not resume, loggers() if callable(loggers) else loggers)
-        with self.writer.watched(EventPrinter(whole=True, most=sys.maxsize)):
-            try: self._assemble(stored, knobs, aside)
-            except BaseException:
-                self.close()
-                raise
+        self._begin(self._read(resume, knobs), resume, knobs, loggers)
 
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
@@ -118,6 +111,18 @@ def _read(self:Trainer, resume, knobs):
             "what self.divide(…) gives: return it")
     self._prepare(None if stored else given)
     return stored
+
+# %% ../../nbs/train/10_trainer.ipynb #6e4f5eda
+@patch
+def _begin(self:Trainer, stored, resume, knobs, loggers):
+    "Take the directory, and put everything together; what is worth a warning is printed."
+    aside = None if resume else move_aside(self.path)
+    self.writer = RunWriter.claim(self.path, not resume, loggers() if callable(loggers) else loggers)
+    with self.writer.watched(EventPrinter(whole=True, most=sys.maxsize)):
+        try: self._assemble(stored, knobs, aside)
+        except BaseException:
+            self.close()
+            raise
 
 # %% ../../nbs/train/10_trainer.ipynb #2a0e41a0
 @patch
