@@ -118,6 +118,7 @@ class RunWriter:
         self.watcher = None  # function that is called with each `Event`, as a printer is; None: nobody
         self.loggers = SafeLoggers(loggers, lambda name, text: self.event("logger", f"{name}: {text}", "warning"))
         store.on_rows = self.loggers.log_rows
+        store.on_event = lambda text, data: self._show(None, "store", "warning", text, data)
 
 # %% ../../nbs/run/14_writer.ipynb #4c465a88
 def _claimed(path, new):
@@ -154,10 +155,10 @@ def event(self:RunWriter,
     **data,  # counts and causes; JSON-serializable
 ):  # future of the event's id
     "Record an event."
-    now, at = time.time(), self.where() if at is None else at
+    at = self.where() if at is None else at
     self.loggers.event(at, kind, text)
-    if self.watcher: self.watcher(Event(None, now, at, kind, level, text, data))
-    return self.store.write(EVENT, now, at, kind, level, text, json.dumps(data))
+    self._show(at, kind, level, text, data)
+    return self.store.write(EVENT, time.time(), at, kind, level, text, json.dumps(data))
 
 # %% ../../nbs/run/14_writer.ipynb #df6bf003
 @patch
@@ -177,6 +178,11 @@ def watched(self:RunWriter,
     finally:
         self.watcher = before
         watcher.close()
+
+
+@patch
+def _show(self:RunWriter, at, kind, level, text, data):
+    if self.watcher: self.watcher(Event(None, time.time(), at, kind, level, text, data))
 
 # %% ../../nbs/run/14_writer.ipynb #e896981d
 @patch

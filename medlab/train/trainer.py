@@ -327,10 +327,10 @@ def fit(self:Trainer,
     levels = ("error",) if progress is False else LEVELS
     if progress is None: progress = sys.stderr.isatty() or "ipykernel" in sys.modules
     saved = lambda: f"training stopped after step {self.iteration}, which was saved; fit() goes on"
-    with self.writer.watched(EventPrinter(levels)), interrupts(self.stop, saved) as heard:
+    with interrupts(self.stop, saved) as heard:
         self._claim(steps, until)
         if heard: self.stop()  # it came before there was anything to be stopped
-        self.worker.run(lambda: self._train_here(progress))
+        self.worker.run(lambda: self._train_here(progress, levels))
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #cdd91424
@@ -340,11 +340,13 @@ def start(self:Trainer,
     # in a process of its own, which outlives this one; this trainer is closed, and what is returned is the `Run`
     process:bool=False,
 ):
-    "Train in a worker thread; returns at once. Raises `UserError` where a process could not build the recipe."
+    """Train in a worker thread; returns at once. Warnings and errors are printed, but not in a notebook, where the lab
+    shows them. Raises `UserError` where a process could not build the recipe."""
     forever = steps is None and until is None
     if process: return self._hand_over(None if forever else last_step(self.iteration, steps, until))
     self._claim(steps, 10**12 if forever else until)
-    start_worker(self.worker, lambda: self._train_here(False))
+    levels = () if "ipykernel" in sys.modules else LEVELS
+    start_worker(self.worker, lambda: self._train_here(False, levels))
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #218e151f
@@ -412,10 +414,10 @@ def wait(self:Trainer,
 
 # %% ../../nbs/train/10_trainer.ipynb #2f3b83a0
 @patch
-def _train_here(self:Trainer, show):
+def _train_here(self:Trainer, show, levels):
     "Train in this thread, with the trainer's GPU as the current one and the process's settings as its knobs say."
     for k in process_bindings(): self.bindings[k].write(getattr(self.knobs, k), "start")
-    with on_device(self.device): self._train(show)
+    with on_device(self.device), self.writer.watched(EventPrinter(levels)): self._train(show)
 
 
 @patch

@@ -402,7 +402,7 @@ def test_a_loss_that_is_never_finite_goes_on_where_that_is_asked_for(make, capsy
     with pytest.raises(RuntimeError, match="5 steps in a row were skipped, and none"): make(Broken(), "late").fit(6)
 
 
-def test_a_script_without_a_terminal_is_told_what_happens(tmp_path, make, capsys):
+def test_a_script_without_a_terminal_is_told_what_happens(tmp_path, make, capsys, monkeypatch):
     "Each warning once, and what repeats it as a count; off with progress=False, where only errors are left."
     out, err = script(tmp_path, "with Trainer(Odd(), 'run', threads=1, case_budget=None, drop_looks=0) as t: t.fit(48)").communicate(timeout=60)
     drops, lines = len(Run(tmp_path / "run").events("drop")), err.splitlines()
@@ -413,10 +413,14 @@ def test_a_script_without_a_terminal_is_told_what_happens(tmp_path, make, capsys
     assert t.run.events("drop") and not capsys.readouterr().err
     t.fit(16)
     assert "non-finite loss" in capsys.readouterr().err
-    t.writer.event("store", "a warning when nothing trains", "warning")
     t.start(steps=16).wait(20)
+    assert "non-finite loss" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    t.start(steps=16).wait(20)
+    monkeypatch.undo()
+    t.writer.event("store", "a warning when nothing trains", "warning")
     make(name="clean").fit(16)
-    assert not capsys.readouterr().err, "clean, and what a worker thread meets is on the panel"
+    assert not capsys.readouterr().err, "clean, and in a notebook what a worker thread meets is on the panel"
 
 
 def test_warnings_pass_a_progress_bar_and_are_the_same_with_lines(make, capsys):
