@@ -138,6 +138,13 @@ def _print_results(table, folder, seconds):
         f"({mean['psnr'] - best:+.1f} dB), after {seconds:.0f} s")
     print("left behind: " + ", ".join(sorted(p.name for p in folder.iterdir())))
 
+# %% ../../nbs/cli/02_demo.ipynb #0844dd74
+def _fit(trainer, steps):
+    "Train; who stops the run in between is told how it goes on, once its state is saved."
+    try: trainer.fit(until=steps, progress="lines")
+    except (KeyboardInterrupt, SystemExit):
+        if trainer.run.state == "failed": raise  # it was the second one
+
 # %% ../../nbs/cli/02_demo.ipynb #160438ef
 def run_demo(
     folder:Path,  # made; raises `UserError` where it holds a demo already
@@ -155,7 +162,7 @@ def run_demo(
     print(f"training Fast-DDPM on phantoms for {steps} steps, in {run}{note}; {why}", flush=True)
     knobs = demo_knobs(steps, precision)
     with Trainer(recipe or demo_recipe(), run, device=device, threads=threads, **knobs) as trainer:
-        trainer.fit(until=steps, progress="lines")
+        _fit(trainer, steps)
         if trainer.iteration < steps:
             print(f"stopped at step {trainer.iteration} of {steps}; nothing was measured. "
                 f"medlab train --resume {run} goes on")

@@ -110,8 +110,8 @@ def _describe(trainer, target):
     if split := info.get("split"):
         note = f" ({split['note']})" if split.get("note") else ""
         print("cases: " + ", ".join(f"{k} {len(split[k])}" for k in ("train", "val", "test")) + note)
-    for case, reason in info.get("quarantined", ()): print(f"quarantined: {case}: {reason}")
-    for level, text in info.get("notes", ()): print(text if level == "info" else f"{level}: {text}")
+    for level, text in info.get("notes", ()):
+        if level == "info": print(text)
 
 # %% ../../nbs/cli/05_main.ipynb #3a675dc5
 def _say_scores(trainer):
@@ -131,16 +131,15 @@ def _fit(trainer, target):
         print(f"nothing to do: the run is at step {trainer.iteration}; --steps {trainer.iteration + 1000} goes on")
         return 0
     taken = trainer.step.optimizer_step
-    trainer.fit(until=target, progress=True if sys.stderr.isatty() else "lines")
+    try: trainer.fit(until=target, progress=True if sys.stderr.isatty() else "lines")
+    except (KeyboardInterrupt, SystemExit):
+        if trainer.run.state == "failed": raise  # it was the second one
     counts = {k: len(trainer.run.events(k)) for k in ("skip", "drop", "bad_sample", "revert")}
     happened = ", ".join(f"{n} {k}" for k, n in counts.items() if n) or "no sample dropped, no step skipped"
     print(f"{trainer.run.state} at step {trainer.iteration}; {happened}")
     _say_scores(trainer)
     if trainer.run.state != "done": return 130
-    if trainer.step.optimizer_step > taken: return 0
-    print("medlab: not one step was taken, so nothing was learned; "
-        f"Run({str(trainer.path)!r}).events() says why", file=sys.stderr)
-    return 1
+    return 0 if trainer.step.optimizer_step > taken else 1
 
 # %% ../../nbs/cli/05_main.ipynb #8897cd6e
 def train(

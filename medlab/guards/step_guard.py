@@ -25,11 +25,12 @@ from .zero_gradient import ZeroGradientWatch
 from ..knobs.knobs import Knobs
 from ..memory.retry import HALF_DONE, MustGoBack, OOMRetry
 from ..memory.usage import Memory
-from ..run.writer import RunWriter, stored_meta
+from ..run.writer import ASIDE, RunWriter, move_aside, stored_meta
 
 # %% ../../nbs/guards/07_step_guard.ipynb #ce1bc050
 KNOBS = ("clip_norm", "clip_by_loss", "check_loss", "micro_batch", "oom_retries", "regrow_after", "scaler_watch",
     "scale_warn", "scale_critical", "scale_floor", "skip_alarm", "skip_rate", "max_skips", "escalate_after",
+    "max_first_skips",
     "scale_resets", "calm_after", "drop_looks", "zero_alarm")  # that a guard has; the others are the loop's
 
 
@@ -178,10 +179,12 @@ def _do(self:StepGuard, action):
 def _open(self:StepGuard, run):
     "Take a directory; raises `UserError` where a run lies there, or where it cannot be written."
     stored_meta(run, False)
+    aside = move_aside(run)
     self.writer = RunWriter.claim(run, True)
     self.writer.where = lambda: self.iteration
     self.writer.set_meta(created=time.time(), knobs=self.knobs.values(), state="running")
     self.writer.open_segment(0, dict(device=str(self.own.device), torch=torch.__version__))
+    if aside: self.report("earlier_attempt", ASIDE.format(run, aside), "warning", moved_to=str(aside))
 
 
 @patch

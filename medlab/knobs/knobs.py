@@ -126,6 +126,9 @@ class EscalationKnobs(HasTraits):
         "ladder is taken: loss scale, roll back, precision, learning rate. A loss scale that seeks its level skips up "
         "to 16").tag(
         unit="steps", off=None, concern="guards")
+    max_first_skips = Int(5, min=1, allow_none=True, help="skipped steps in a row, of a run that has not taken any, "
+        "after which training stops with a diagnosis where neither a lower loss scale nor another precision can help; "
+        "None: as many as max_skips").tag(unit="steps", off=None, concern="guards")
     scale_resets = Int(1, min=0,
         help="times the ladder may reset a loss scale that fell").tag(unit="times", off=0, concern="guards")
     rollbacks = Int(2, min=0,

@@ -274,6 +274,7 @@ class Store:
     ):
         self.path, self.every, self.poll = Path(path), flush, poll
         self.on_foreign, self.on_rows = on_foreign, on_rows
+        self.on_event = None  # called with text and data of a warning of the store's own, in the writer's thread
         self.patience, self.backlog = patience, backlog
         self.db, self.journal = connect(path)
         self.queue, self.frames, self.outage = WriteQueue(), Frames(), Outage()
@@ -407,6 +408,7 @@ def _outrun(self:Store, gone, seconds):
 def _event(self:Store, text, **data):
     "Queue an event about the store itself."
     self.queue.put(EVENT, time.time(), None, "store", "warning", text, json.dumps(data))
+    if self.on_event: self._call("on_event", text, data)
 
 # %% ../../nbs/run/02_store.ipynb #3fed5f44
 @patch

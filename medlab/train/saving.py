@@ -40,6 +40,7 @@ class Saver:
         self.checkpoints = CheckpointManager(writer.path, writer.store)
         # the state that training ended in, where its end could not be saved; whether the last save failed
         self.unsaved, self.missed = None, False
+        self.written = None, None  # what the newest checkpoint is of, see `_mark`; its file
         self.segments = []  # called when a segment begins
 
 # %% ../../nbs/train/07_saving.ipynb #05f7e04d
@@ -60,6 +61,7 @@ def save(self:Saver) -> Path:  # None where it could not be written, and trainin
         with self.loop.lock:
             self.loop.flush()
             file = self.checkpoints.save(self.iteration, self.state.state_dict(), self.knobs.keep)
+            self.written = self._mark(), file
             self.writer.event("checkpoint", f"step {self.iteration} was saved as {file.name}")
     except NotSaved as e:
         self.missed = True
@@ -69,6 +71,19 @@ def save(self:Saver) -> Path:  # None where it could not be written, and trainin
     if self.unsaved and self.worker.ident is None: self.unsaved = self.writer.set_state(self.unsaved)
     return file
 
+# %% ../../nbs/train/07_saving.ipynb #6fa1af9a
+@patch
+def _mark(self:Saver):
+    step, batches = self.loop.step, self.loop.batches
+    return self.iteration, step.optimizer_step, batches.samples_seen, self.knobs.values()
+
+
+@patch
+def save_once(self:Saver) -> Path:  # as of `save`
+    "Write a checkpoint, unless the newest one is of this very state."
+    mark, file = self.written
+    return file if mark == self._mark() and file.is_file() else self.save()
+
 # %% ../../nbs/train/07_saving.ipynb #3eb6c179
 @patch
 def save_end(self:Saver,
@@ -77,7 +92,7 @@ def save_end(self:Saver,
     "Write the last checkpoint; raises `NotSaved` where the disk has no room for it in three attempts."
     for wait in (0.5, 1.0, 0.0):
         self.missed = False
-        self.save()
+        self.save_once()
         if not self.missed: return
         time.sleep(wait)
     self.unsaved, kept = state, self.writer.run.checkpoints()
@@ -88,8 +103,8 @@ def save_end(self:Saver,
 # %% ../../nbs/train/07_saving.ipynb #234d9f7d
 @patch
 def rescue(self:Saver, error):
-    "After a failed training: save what was learned before, where the weights are whole and finite."
-    whole = getattr(error, "whole", False)
+    "After a failed training: save what was learned before, if anything, where the weights are whole and finite."
+    whole = getattr(error, "whole", False) and self.loop.step.optimizer_step
     if whole and all(bool(is_finite(p)) for p in self.loop.step.model.parameters()): self.save()
 
 # %% ../../nbs/train/07_saving.ipynb #279c798d

@@ -41,7 +41,7 @@ from ..memory.watch import MemoryWatch
 from ..parallel.replicas import replicas_here
 from ..recipes.base import Recipe
 from ..run.directory import Run
-from ..run.writer import RunWriter, stored_meta
+from ..run.writer import ASIDE, RunWriter, check_place, move_aside, stored_meta
 from ..step.device import decisions_for, log_every_on
 from ..step.kernels import set_implementation
 from ..step.schedule import LRSchedule
@@ -50,7 +50,7 @@ from .actions import Actions
 from .bindings import outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
 from .process import movable, start_process
-from .progress import Bar, Progress, last_step
+from .progress import LEVELS, Bar, EventPrinter, Progress, last_step
 from .saving import Saver, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
 from .state import on_device, recipe_of, torch_device
@@ -86,12 +86,7 @@ class Trainer:
         refuse_child()
         self.recipe, self.path, self.threads = recipe, Path(run), checked_threads(threads)
         self.device, self.progress, self.worker = torch_device(device), Progress(), Worker(str(run))
-        stored = self._read(resume, knobs)
-        self.writer = RunWriter.claim(self.path, not resume, loggers() if callable(loggers) else loggers)
-        try: self._assemble(stored, knobs)
-        except BaseException:
-            self.close()
-            raise
+        self._begin(self._read(resume, knobs), resume, knobs, loggers)
 
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
@@ -103,18 +98,31 @@ class Trainer:
 # %% ../../nbs/train/10_trainer.ipynb #c3e9296e
 @patch
 def _read(self:Trainer, resume, knobs):
-    "Check the knobs, set up the data, and build; what is stored about the run, empty for a new one."
+    "Look at the place, check the knobs, set up the data, and build; what is stored of the run, empty for a new one."
+    stored = stored_meta(self.path, resume)
+    check_place(self.path)
     given = {**self.recipe.initial_knobs(), **knobs}
     self.knobs = self.recipe.Knobs(**self.recipe.Knobs.check(**given))
     if self.recipe.knobs is not None: self.recipe = copy.copy(self.recipe)  # another trainer's
     self.recipe.knobs = self.knobs
-    stored = stored_meta(self.path, resume)
     self.info = self.recipe.setup(stored.get("data", {}).get("split"))
     if not isinstance(self.info, dict):
         raise UserError(f"{type(self.recipe).__name__}.setup() gave {self.info!r:.60} and must give a dict, such as "
             "what self.divide(…) gives: return it")
     self._prepare(None if stored else given)
     return stored
+
+# %% ../../nbs/train/10_trainer.ipynb #6e4f5eda
+@patch
+def _begin(self:Trainer, stored, resume, knobs, loggers):
+    "Take the directory, and put everything together; what is worth a warning is printed."
+    aside = None if resume else move_aside(self.path)
+    self.writer = RunWriter.claim(self.path, not resume, loggers() if callable(loggers) else loggers)
+    with self.writer.watched(EventPrinter(whole=True, most=sys.maxsize)):
+        try: self._assemble(stored, knobs, aside)
+        except BaseException:
+            self.close()
+            raise
 
 # %% ../../nbs/train/10_trainer.ipynb #2a0e41a0
 @patch
@@ -139,7 +147,7 @@ def _report(self:Trainer, *args, **data): "Write an event."; return self.writer.
 
 # %% ../../nbs/train/10_trainer.ipynb #ffe922a7
 @patch
-def _assemble(self:Trainer, stored, knobs):
+def _assemble(self:Trainer, stored, knobs, aside):
     "Make the parts, take up what was stored, and open a segment."
     self.run, self.writer.where = self.writer.run, lambda: self.progress.iteration
     self._make_step()
@@ -153,6 +161,7 @@ def _assemble(self:Trainer, stored, knobs):
     if stored and knobs: self.set(**knobs)
     if not stored: self._introduce()
     self.saver.open_segment()
+    if aside: self._report("earlier_attempt", ASIDE.format(self.path, aside), "warning", moved_to=str(aside))
     for n in set_up_notices(self.info): self.writer.notice(n)
     self.batches.seek(self.batches.samples_seen)
 
@@ -309,14 +318,19 @@ def replay(self:Trainer,
 def fit(self:Trainer,
     steps:int=None,  # so many more steps; None: see `until`
     until:int=None,  # until this step of the run
-    # True: a bar; "lines": a line every few seconds; False: nothing; None: a bar on a terminal or in a notebook
+    # True: a bar; "lines": a line every few seconds; None: a bar on a terminal or in a notebook; with each of them
+    # warnings and errors are printed as they come. False: nothing but errors
     progress=None,
 ) -> Trainer:
-    "Train in this thread. The first Ctrl-C stops between two steps and saves."
+    """Train in this thread. The first Ctrl-C stops between two steps and saves, then raises `KeyboardInterrupt`; the
+    second interrupts at once. Raises what ends the training, such as `RunFailed`."""
+    levels = ("error",) if progress is False else LEVELS
     if progress is None: progress = sys.stderr.isatty() or "ipykernel" in sys.modules
-    with interrupts(self.stop):
+    saved = lambda: f"training stopped after step {self.iteration}, which was saved; fit() goes on"
+    with interrupts(self.stop, saved) as heard:
         self._claim(steps, until)
-        self.worker.run(lambda: self._train_here(progress))
+        if heard: self.stop()  # it came before there was anything to be stopped
+        self.worker.run(lambda: self._train_here(progress, levels))
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #cdd91424
@@ -326,11 +340,13 @@ def start(self:Trainer,
     # in a process of its own, which outlives this one; this trainer is closed, and what is returned is the `Run`
     process:bool=False,
 ):
-    "Train in a worker thread; returns at once. Raises `UserError` where a process could not build the recipe."
+    """Train in a worker thread; returns at once. Warnings and errors are printed, but not in a notebook, where the lab
+    shows them. Raises `UserError` where a process could not build the recipe."""
     forever = steps is None and until is None
     if process: return self._hand_over(None if forever else last_step(self.iteration, steps, until))
     self._claim(steps, 10**12 if forever else until)
-    start_worker(self.worker, lambda: self._train_here(False))
+    levels = () if "ipykernel" in sys.modules else LEVELS
+    start_worker(self.worker, lambda: self._train_here(False, levels))
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #218e151f
@@ -398,10 +414,10 @@ def wait(self:Trainer,
 
 # %% ../../nbs/train/10_trainer.ipynb #2f3b83a0
 @patch
-def _train_here(self:Trainer, show):
+def _train_here(self:Trainer, show, levels):
     "Train in this thread, with the trainer's GPU as the current one and the process's settings as its knobs say."
     for k in process_bindings(): self.bindings[k].write(getattr(self.knobs, k), "start")
-    with on_device(self.device): self._train(show)
+    with on_device(self.device), self.writer.watched(EventPrinter(levels)): self._train(show)
 
 
 @patch
@@ -441,7 +457,8 @@ def _steps(self:Trainer):
     self.loop.flush()
     self.batches.release()
     if p.iteration > first and self.step.optimizer_step == taken:
-        text = f"not one of the steps {first + 1} to {p.iteration} was taken, so nothing was learned"
+        text = (f"not one of the steps {first + 1} to {p.iteration} was taken, so nothing was learned; "
+            f"Run({str(self.path)!r}).events() says why")
         self._report("no_step_taken", text, "error")
 
 # %% ../../nbs/train/10_trainer.ipynb #4dc862d1
@@ -462,7 +479,7 @@ def _upkeep(self:Trainer):
     "After a step: validate and save where that is due."
     k, n = self.knobs.now, self.iteration
     if self.validation.due(n): self._validate()
-    if k.save_every and n % k.save_every == 0: self.save()
+    if k.save_every and n % k.save_every == 0: self.saver.save_once()
 
 # %% ../../nbs/train/10_trainer.ipynb #6deb207e
 @patch

@@ -16,24 +16,34 @@ from fastcore.basics import patch
 from ..core import UserError
 
 # %% ../../nbs/train/01_worker.ipynb #60776161
+def _deliver(number, handler, text):
+    "Let a signal that was held back take its course."
+    if callable(handler) and handler is not signal.default_int_handler: handler(number, None)
+    elif number == signal.SIGTERM: raise SystemExit(128 + number)
+    else: raise KeyboardInterrupt(text)
+
+
 @contextlib.contextmanager
 def interrupts(
     stop,  # called at the first interrupt
-):
-    "In the main thread, make Ctrl-C and SIGTERM ask for a stop between two steps; a second one interrupts at once."
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    text=lambda: "",  # what the `KeyboardInterrupt` says, asked for at the end of the block
+):  # a list of the signals that were heard
+    """In the main thread, make Ctrl-C and SIGTERM ask for a stop between two steps; a second one interrupts at once.
+    After the block the first takes its ordinary course."""
+    heard, before = [], {}
 
     def handle(number, frame):
         "Ask once, and give the signals back."
+        heard.append(number)
         stop()
         for s, old in before.items(): signal.signal(s, old)
 
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try: yield
+    if threading.current_thread() is threading.main_thread():
+        before |= {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try: yield heard
     finally:
         for s, old in before.items(): signal.signal(s, old)
+    if heard: _deliver(heard[0], before[heard[0]], text())
 
 # %% ../../nbs/train/01_worker.ipynb #f36ccdd6
 PATIENCE = 15.0  # s after which it is said what is waited for

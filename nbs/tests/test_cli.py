@@ -197,7 +197,7 @@ def test_a_bad_case_is_quarantined_or_refused(root, tmp_path, kind):
     spoilt({m: tmp_path / f"cases/PHANTOM-0002/PHANTOM-0002-{m}.nii.gz" for m in ("t1n", "t1c", "t2w", "t2f")})
     options = ["--target", "t2f"] if kind == "target" else []
     status, out, err = said(*DEBUG, "--run", tmp_path / "run", "--data-root", tmp_path / "cases", *options)
-    assert status == 0 and "quarantined: PHANTOM-0002: " in out and reason in out and "done at step 1" in out, (status, out, err)
+    assert status == 0 and "medlab: warning: PHANTOM-0002 is left out: " in err and reason in err and "done at step 1" in out, (status, out, err)
     run = Run(tmp_path / "run")
     assert [e.data["case"] for e in run.events("quarantine")] == ["PHANTOM-0002"] and reason in run.events("quarantine")[0].text
     assert sorted(sum((run.meta["data"]["split"][k] for k in ("train", "val", "test")), [])) == ["PHANTOM-0001", "PHANTOM-0003", "PHANTOM-0004"]
@@ -210,7 +210,7 @@ def test_a_missing_modality_is_no_fault(root, tmp_path):
     shutil.copytree(root / "cases", tmp_path / "cases")
     (tmp_path / "cases/PHANTOM-0002/PHANTOM-0002-t2f.nii.gz").unlink()
     status, out, err = said(*DEBUG, "--run", tmp_path / "run", "--data-root", tmp_path / "cases")
-    assert status == 0 and "quarantined" not in out and "PHANTOM-0002" in str(Run(tmp_path / "run").meta["data"]["split"])
+    assert status == 0 and "left out" not in err and "PHANTOM-0002" in str(Run(tmp_path / "run").meta["data"]["split"])
 
 
 @pytest.mark.parametrize("kind", ["truncated", "nan", "flat", "grids"])

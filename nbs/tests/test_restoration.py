@@ -36,7 +36,7 @@ def images(tmp_path_factory):
     whole = (root / "data/5.png").read_bytes()
     (root / "data/5.png").write_bytes(whole[:len(whole) // 2])
     status, out, err = said("train", "restoration", *TINY, "--data-root", root / "data", "--run", root / "run", "--steps", 3)
-    assert status == 0 and "quarantined: 5: " in out and "cannot be decoded" in out and "step 0 → 3" in out, (out, err)
+    assert status == 0 and "medlab: warning: 5 is left out: " in err and "cannot be decoded" in err and "step 0 → 3" in out, (out, err)
     return root
 
 
@@ -75,7 +75,7 @@ def test_volumes_keep_their_grid(tmp_path):
     nib.save(nib.Nifti1Image(bad, affine), tmp_path / "nan.nii.gz")
     for dims, size in ((3, "16,16,16"), (2, "16,16")):
         status, out, err = said("train", "restoration", *TINY[:-4], "--spatial-dims", dims, "--image-size", size, "--data-root", tmp_path, "--run", tmp_path / f"run{dims}", "--steps", 2)
-        assert status == 0 and "quarantined: nan: nan.nii.gz: holds 1 NaN" in out, (out, err)
+        assert status == 0 and "medlab: warning: nan is left out: nan.nii.gz: holds 1 NaN" in err, (out, err)
         file = tmp_path / f"made{dims}.nii.gz"
         assert said("predict", tmp_path / f"run{dims}", tmp_path / "1.nii.gz", file)[0] == 0
         made = nib.load(file)

@@ -63,7 +63,7 @@ def files(tmp_path_factory):
     assert status == 0 and "step 0 → 3" in out and "train 2, val 1, test 0" in out, (out, err)
     assert "labels in 2 training cases: in all: 7, 40" in out
     for n, words in dict(c3="fractions", c4="grids differ", c5="labels are ≥ 0", c6="NaN", c7="affine").items():
-        assert any(l.startswith(f"quarantined: {n}: ") and words in l for l in out.splitlines()), (n, words, out)
+        assert any(l.startswith(f"medlab: warning: {n} is left out: ") and words in l for l in err.splitlines()), (n, words, err)
     return root
 
 
@@ -112,7 +112,7 @@ def test_a_run_that_learned_nothing_says_so(tmp_path, monkeypatch):
     losses = recipes.Segmentation.losses
     monkeypatch.setattr(recipes.Segmentation, "losses", lambda *a: {k: v * torch.nan for k, v in losses(*a).items()})
     status, out, err = said("train", "segmentation", *TINY, "--run", tmp_path / "run", "--steps", 2)
-    assert status == 1 and "done at step 2" in out and "not one step was taken, so nothing was learned" in err and [e.level for e in Run(tmp_path / "run").events("no_step_taken")] == ["error"]
+    assert status == 1 and "done at step 2" in out and "medlab: error: not one of the steps 1 to 2 was taken, so nothing was learned" in err and [e.level for e in Run(tmp_path / "run").events("no_step_taken")] == ["error"]
 
 
 def test_mistakes_of_prediction(files, tmp_path):

@@ -90,7 +90,8 @@ def trained(path, course, decisions, log_every, monkeypatch):
     "What a course ends in: (trainer's state, rows, events, accused cases)."
     recipe, knobs, changes = course
     monkeypatch.setattr(train, "decisions_for", lambda *args: decisions)
-    quiet = dict(escalate_after=None, max_skips=10**6, case_budget=None, drop_looks=0, save_every=0, zero_alarm=None)
+    quiet = dict(escalate_after=None, max_skips=10**6, max_first_skips=None, case_budget=None, drop_looks=0, save_every=0,
+        zero_alarm=None)
     with Trainer(Toy(**recipe), path, threads=1, log_every=log_every, **quiet, **knobs) as t:
         for at, change in changes: t.set(at=at, **change)
         t.fit(STEPS, progress=False)

@@ -333,9 +333,9 @@ print(t.run.state, len(t.run.checkpoints()), t.fit(2, progress=False).run.state)
 """
 
 
-@pytest.mark.parametrize("pace,times,expected", [(0.01, 1, "stopped 1 done"), (3.0, 2, "interrupted\nfailed 0 done")], ids=["once", "twice"])
+@pytest.mark.parametrize("pace,times,expected", [(0.01, 1, "interrupted\nstopped 1 done"), (3.0, 2, "interrupted\nfailed 0 done")], ids=["once", "twice"])
 def test_ctrl_c(tmp_path, pace, times, expected):
-    "The first stops between two steps and saves, the second interrupts at once; then it can go on."
+    "The first stops between two steps, saves and interrupts, the second interrupts at once; then it can go on."
     code = INTERRUPTED.format(tests=str(__file__).rsplit("/", 1)[0], pace=pace, run=str(tmp_path / "run"))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     for word in ("step", "heard")[:times]:
@@ -344,3 +344,179 @@ def test_ctrl_c(tmp_path, pace, times, expected):
         process.send_signal(signal.SIGINT)
     said = [l for l in process.communicate(timeout=60)[0].splitlines() if l not in ("step", "heard")]
     assert "\n".join(said) == expected
+
+
+# what a script of a stranger meets
+
+SCRIPT = """
+import signal, sys; sys.path.insert(0, {tests!r})
+from test_trainer import *
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{body}
+"""
+
+
+def script(tmp_path, body):
+    "A script in a process of its own, without a terminal."
+    code = SCRIPT.format(tests=str(__file__).rsplit("/", 1)[0], body=body)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+
+class Broken(Toy):
+    "Its loss is the logarithm of what is never positive."
+
+    def losses(self, model, batch): return dict(loss=(-model(batch["x"]).abs() - 1).log().mean(1))
+
+
+class Odd(Toy):
+    "One of its samples gives a loss that is not finite."
+
+    def losses(self, model, batch):
+        odd = torch.tensor([c in ("toy3", "toy5") for c in batch["case"]])[:, None]
+        return dict(loss=torch.where(odd, torch.nan, model(batch["x"]) - batch["y"]).square().mean(1))
+
+
+def test_a_loss_that_is_never_finite_ends_a_script_with_its_reason(tmp_path):
+    "Planted: 20 steps of NaN. The run ends with an error after five of them, the same name is free for the mended script, and nothing is lost."
+    process = script(tmp_path, "with Trainer(Broken(), 'run', threads=1) as t: t.fit(20)")
+    out, err = process.communicate(timeout=60)
+    last = err.splitlines()[-1]
+    assert process.returncode == 1 and not out and last.startswith("medlab.core.RunFailed: 5 steps in a row were skipped, and none was ever taken: "), err
+    assert "the loss itself" in last and "every sample of the batch is at fault (toy" in last and "(x + 1e-6).log()" in last
+    run = Run(tmp_path / "run")
+    assert run.state == "failed" and run.step == 5 and not run.checkpoints(), "weights that never moved are nothing to be saved"
+    out, err = script(tmp_path, "with Trainer(Toy(), 'run', threads=1) as t: t.fit(3)").communicate(timeout=60)
+    assert err == "medlab: warning: an earlier attempt in run never took a step; what it wrote is in run.empty-1 now, and this run begins anew\n" and not out
+    assert Run(tmp_path / "run").state == "done" and Run(tmp_path / "run.empty-1").events("error") and not Run(tmp_path / "run").events("error")
+    assert Run(tmp_path / "run").events("earlier_attempt")[0].data == dict(moved_to="run.empty-1")
+
+
+def test_a_loss_that_is_never_finite_goes_on_where_that_is_asked_for(make, capsys):
+    t = make(Broken(), max_first_skips=None)
+    t.fit(8, progress=False)
+    assert t.run.step == 8 and t.step.optimizer_step == 0
+    assert "medlab: error: not one of the steps 1 to 8 was taken, so nothing was learned; Run(" in capsys.readouterr().err, "never in silence"
+    t = make(Broken(), "resumed", max_first_skips=None)
+    t.fit(2, progress=False)
+    t.close()
+    with pytest.raises(RuntimeError, match="5 steps in a row were skipped, and none"): make(Broken(), "late").fit(6)
+
+
+def test_a_script_without_a_terminal_is_told_what_happens(tmp_path, make, capsys, monkeypatch):
+    "Each warning once, and what repeats it as a count; off with progress=False, where only errors are left."
+    out, err = script(tmp_path, "with Trainer(Odd(), 'run', threads=1, case_budget=None, drop_looks=0) as t: t.fit(48)").communicate(timeout=60)
+    drops, lines = len(Run(tmp_path / "run").events("drop")), err.splitlines()
+    assert not out and drops > 8 and len(lines) == 2 and all("gave a non-finite loss for toy" in l for l in lines), err
+    assert lines[0].startswith("medlab: warning: step ") and lines[1].startswith(f"medlab: warning: {drops - 1} more like it, the last: step ")
+    t = make(Odd(), "quiet")
+    t.fit(16, progress=False)
+    assert t.run.events("drop") and not capsys.readouterr().err
+    t.fit(16)
+    assert "non-finite loss" in capsys.readouterr().err
+    t.start(steps=16).wait(20)
+    assert "non-finite loss" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    t.start(steps=16).wait(20)
+    monkeypatch.undo()
+    t.writer.event("store", "a warning when nothing trains", "warning")
+    make(name="clean").fit(16)
+    assert not capsys.readouterr().err, "clean, and in a notebook what a worker thread meets is on the panel"
+
+
+def test_warnings_pass_a_progress_bar_and_are_the_same_with_lines(make, capsys):
+    for name, progress in (("bar", True), ("lines", "lines")):
+        make(Odd(), name, drop_looks=0).fit(16, progress=progress)
+        err = capsys.readouterr().err
+        assert [l for l in err.replace("\r", "\n").splitlines() if l.startswith("medlab: warning: step ")], err
+
+
+def test_one_checkpoint_for_a_step(make):
+    "Planted: the last step is one of save_every's, and the best so far."
+    t = make(save_every=5, keep=9)
+    t.fit(10, progress=False)
+    files = [c["file"] for c in t.run.checkpoints()]
+    assert [c["step"] for c in t.run.checkpoints()] == [5, 10] and len(files) == len({*files}) == len(t.run.events("checkpoint"))
+    t.fit(2, progress=False)
+    assert [c["step"] for c in t.run.checkpoints()] == [5, 10, 12], "clean: an end between two saves is saved"
+    t.start(); t.pause()
+    while t.run.state != "paused": time.sleep(0.01)
+    at = t.iteration
+    t.stop(); t.wait(20)
+    assert [c["step"] for c in t.run.checkpoints()].count(at) == 1
+    assert t.save() and [c["step"] for c in t.run.checkpoints()].count(at) == 2, "who asks gets one"
+
+
+def test_ctrl_c_ends_a_script_with_two_trainings(tmp_path):
+    "Planted: one Ctrl-C in the first of two. Neither the second one, nor anything behind the first, runs; the state is saved."
+    body = """
+for name in ("first", "second"):
+    t = Trainer(Toy(pace=0.01), name, threads=1)
+    t.fit(10**6, progress="lines")
+print("the end")"""
+    process = script(tmp_path, body)
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    run = Run(tmp_path / "first")
+    assert process.returncode in (1, 130, -signal.SIGINT) and "the end" not in out and not (tmp_path / "second").exists()
+    assert err.splitlines()[-1] == f"KeyboardInterrupt: training stopped after step {run.step}, which was saved; fit() goes on"
+    assert run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step
+
+
+def test_sigterm_saves_and_ends_the_script(tmp_path):
+    process = script(tmp_path, "t = Trainer(Toy(pace=0.01), 'run', threads=1)\nt.fit(10**6, progress='lines')\nprint('the end')")
+    process.stdout.readline()
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and "the end" not in out and not err and Run(tmp_path / "run").state == "stopped"
+
+
+def test_an_attempt_without_a_step_may_be_begun_anew(make, tmp_path):
+    "Planted: an error in the first batch. With a step taken the run is refused, and the message names every way on."
+    class Mistaken(Toy):
+        def losses(self, model, batch): return dict(loss=model(batch["image"]))
+
+    for i in (1, 2):
+        t = make(Mistaken())
+        with pytest.raises(KeyError): t.fit(3, progress=False)
+        with pytest.raises(UserError, match="is held by a live trainer"): make()
+        t.close()
+        assert (tmp_path / f"run.empty-{i - 1}").exists() == (i > 1)
+    t = make()
+    t.fit(1, progress=False)
+    t.close()
+    with pytest.raises(UserError, match="holds a run already, of 1 steps; go on with it .resume=True.*choose another name, or remove"): make()
+    make(resume=True).fit(1, progress=False)
+    assert [Run(tmp_path / f"run.empty-{i}").events("error")[0].text for i in (1, 2)] == ["KeyError: 'image'"] * 2
+
+
+def test_another_configuration_is_said(make, capsys):
+    "Planted: a run that goes on with another batch size. The clean one says nothing."
+    for batch_size, words in ((8, ""), (4, "medlab: warning: the recipe is not the stored one: batch_size 8 → 4\n")):
+        t = make(Toy(batch_size=batch_size), resume=bool(words))
+        t.fit(2, progress=False)
+        t.close()
+        assert capsys.readouterr().err == words
+    make(Toy(batch_size=8), resume=True)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["taken", "live", "file/run"])
+def test_the_place_is_looked_at_before_the_data(make, tmp_path, place):
+    "Planted: a directory that cannot be used. No sample is read for it."
+    read = []
+
+    class Reading(Toy):
+        def setup(self, split=None):
+            read.append(1)
+            return super().setup(split)
+
+    (tmp_path / "file").write_text("")
+    live = make(name="live")
+    t = make(name="taken")
+    t.fit(1, progress=False)
+    t.close()
+    with pytest.raises(UserError, match="holds a run already|held by a live trainer|cannot be written: Not a directory"): make(Reading(), place)
+    assert not read
+    make(Reading(), "new/run")
+    assert read and live.iteration == 0
