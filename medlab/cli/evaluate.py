@@ -11,7 +11,7 @@ import sys
 
 from ..core import UserError
 from ..data.split import Split
-from ..memory.inference import run_with_oom_retry
+from ..memory.inference import infer
 from ..memory.usage import Memory
 from ..run.directory import Run
 from ..train.state import load_model
@@ -53,9 +53,8 @@ def evaluate_run(
         recipe, names = with_other_data(recipe, data, info)
         cases = names[:cases]
     else: recipe.setup(info.get("split"))
-    side = max(getattr(recipe, "image_size", None) or (0,))
     say = lambda kind, text, *rest, **more: print(f"medlab: {text}", file=sys.stderr)
-    table, why = run_with_oom_retry(lambda **kw: recipe.evaluate(model, cases, **kw), "prediction", 2, {},
-        Memory(next(model.parameters()).device), say, "tile" in recipe.predict_options, side)
+    table, why = infer(lambda **kw: recipe.evaluate(model, cases, **kw), recipe,
+        Memory(next(model.parameters()).device), say)
     if why: raise UserError(why)
     return table, step

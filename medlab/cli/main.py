@@ -189,13 +189,11 @@ def _predict_parser():
 # %% ../../nbs/cli/05_main.ipynb #cde40399
 def _in_memory(recipe, model, case, options):
     "(the prediction, None), or (None, why memory did not do), after attempts in smaller tiles, which are said."
-    import torch
-    from medlab.memory.inference import run_with_oom_retry
+    from medlab.memory.inference import infer
     from medlab.memory.usage import Memory
-    call, side = lambda **kw: recipe.predict(model, case, **kw), max(getattr(recipe, "image_size", None) or (0,))
     said = lambda kind, text, *rest, **data: print(f"medlab: {case.name}: {text}", file=sys.stderr)
-    memory, tiled = Memory(next(model.parameters()).device), "tile" in recipe.predict_options
-    with torch.no_grad(): return run_with_oom_retry(call, "prediction", 2, options, memory, said, tiled, side)
+    memory = Memory(next(model.parameters()).device)
+    return infer(lambda **kw: recipe.predict(model, case, **kw), recipe, memory, said, options)
 
 # %% ../../nbs/cli/05_main.ipynb #c6cb0a25
 def _predict_one(recipe, model, case, output, options):

@@ -29,14 +29,14 @@ from ..guards.zero_gradient import ZeroGradientWatch
 from ..knobs.controls import Controls, bring_in
 from ..knobs.fixes import Fixes, Switch
 from ..knobs.mailbox import Change, Mailbox
-from ..memory.inference import run_with_oom_retry
+from ..memory.inference import infer
 from ..memory.manager import MemoryManager
 from ..memory.oom import give_back
 
 # %% ../../nbs/train/10_trainer.ipynb #7ba5d4a6
 from ..memory.retry import OOMRetry
 from ..memory.savings import read_checkpointing
-from ..memory.usage import Memory
+from ..memory.usage import Memory, on_device
 from ..memory.watch import MemoryWatch
 from ..parallel.replicas import replicas_here
 from ..recipes.base import Recipe
@@ -53,7 +53,7 @@ from .process import movable, start_process
 from .progress import Bar, Progress, last_step
 from .saving import Saver, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
-from .state import on_device, recipe_of, torch_device
+from .state import recipe_of, torch_device
 from .telemetry import Telemetry
 from .validation import Validation
 from .worker import Worker, idle, interrupts, start_worker, wait_for
@@ -471,15 +471,6 @@ def snapshot(self:Trainer) -> torch.nn.Module:
     with self.loop.lock, (self.step.ema.applied(self.model) if self.step.ema else contextlib.nullcontext()):
         return copy.deepcopy(self.model).eval()
 
-# %% ../../nbs/train/10_trainer.ipynb #3777fa76
-@patch
-def _outside(self:Trainer, call, where, retries, options):
-    "(what `call` returned, None), or (None, why it could not)."
-    side = max(getattr(self.recipe, "image_size", None) or (0,))
-    with torch.no_grad(), on_device(self.device):
-        return run_with_oom_retry(call, where, retries, options, self.memory, self._report,
-            "tile" in self.recipe.predict_options, side)
-
 # %% ../../nbs/train/10_trainer.ipynb #5a36fd4b
 @patch
 def _validate(self:Trainer):
@@ -497,8 +488,8 @@ def _validate(self:Trainer):
 def _scores(self:Trainer, cases=None):
     "(the table of so many cases, of a validation's by default, None), or (None, why memory did not suffice)."
     n = cases or self.knobs.val_cases
-    return self._outside(lambda **kw: self.recipe.evaluate(self.snapshot(), n, **kw), "validation",
-        self.knobs.val_retries, {})
+    return infer(lambda **kw: self.recipe.evaluate(self.snapshot(), n, **kw), self.recipe, self.memory, self._report,
+        None, "validation", self.knobs.val_retries)
 
 # %% ../../nbs/train/10_trainer.ipynb #70036ca5
 @patch
@@ -533,7 +524,7 @@ def evaluate(self:Trainer,
 # %% ../../nbs/train/10_trainer.ipynb #497899ac
 @patch
 def _answer(self:Trainer, call, options):
-    result, why = self._outside(call, "prediction", self.knobs.predict_retries, options)
+    result, why = infer(call, self.recipe, self.memory, self._report, options, retries=self.knobs.predict_retries)
     if why: raise UserError(why)
     return result
 
