@@ -406,14 +406,17 @@ def _command(argv):
     return COMMANDS[argv[0]](argv[1:])
 
 
+def _noted(error): return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def _status_of(error):
     "Print what went wrong, in one line where a user can mend it; exit status."
     if isinstance(error, (UserError, KeyboardInterrupt)):
         mistake = isinstance(error, UserError)
-        print(f"medlab: {error if mistake else 'interrupted'}", file=sys.stderr)
+        print(f"medlab: {_noted(error) if mistake else 'interrupted'}", file=sys.stderr)
         return 2 if mistake else 130
     from medlab.core import RunFailed
-    if isinstance(error, RunFailed): print(f"medlab: the run failed: {error}", file=sys.stderr)
+    if isinstance(error, RunFailed): print(f"medlab: the run failed: {_noted(error)}", file=sys.stderr)
     else: traceback.print_exception(error)
     return 1
 

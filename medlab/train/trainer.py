@@ -21,7 +21,7 @@ from ..batches.loader import BatchLoader
 from ..batches.processes import refuse_child
 from ..batches.quarantine import Quarantine
 from ..contracts.result import Notice
-from ..core import UserError
+from ..core import UserError, with_own_line
 from ..guards.compilation import CompileWatch
 from ..guards.escalation import EscalationPolicy
 from ..guards.loss_scale import LossScaleWatch
@@ -417,7 +417,7 @@ def _train(self:Trainer, show):
         self.saver.save_end(state)
     except BaseException as e:
         state = "failed"
-        self._report("error", f"{type(e).__name__}: {e}", "error", traceback=traceback.format_exc())
+        self._report("error", with_own_line(e), "error", traceback=traceback.format_exc())
         self.saver.rescue(e)
         raise
     finally:
