@@ -120,7 +120,8 @@ def _say_scores(trainer):
     if v.table: print(v.table)
     if v.best and trainer.knobs.save_every:
         b = v.best
-        print(f"best {b['metric']} {b['value']:.4g} at step {b['step']}, which is kept: --best takes these weights")
+        by = f", by {b['cases']} cases" if "cases" in b else ""
+        print(f"best {b['metric']} {b['value']:.4g} at step {b['step']}{by}, which is kept: --best takes these weights")
     if v.possible and not v.table: print(f"held-out cases were not scored; medlab evaluate {trainer.path} does")
 
 # %% ../../nbs/cli/05_main.ipynb #83526090
@@ -240,7 +241,7 @@ def predict(
 # %% ../../nbs/cli/05_main.ipynb #56cff689
 def evaluate(
     argv,  # RUN, DATA or nothing, and options
-) -> int:  # exit status
+) -> int:  # exit status: 2 where a case could not be scored
     "Score a run's held-out cases, or all cases of other data."
     p = jsonargparse.ArgumentParser(prog="medlab evaluate", description=evaluate.__doc__, exit_on_error=False)
     p.add_argument("run", type=str, help="run directory")
@@ -255,10 +256,12 @@ def evaluate(
         raise UserError(f"--csv {a.csv}: the folder {Path(a.csv).resolve().parent} does not exist; make it first")
     from medlab.cli.evaluate import evaluate_run
     table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device)
-    print(f"{a.run} at step {step}{' (best)' * a.best}, {len(table.rows)} cases of {a.data or 'the run, held out'}")
+    n = len({r["case"] for r in table.rows})
+    print(f"{a.run} at step {step}{' (best)' * a.best}, {n} cases of {a.data or 'the run, held out'}")
     print(table)
     if a.csv: table.to_csv(a.csv)
-    return 0
+    for r in table.left_out: print(f"medlab: case {r['case']!r} could not be scored: {r['why']}", file=sys.stderr)
+    return 2 if table.left_out else 0
 
 # %% ../../nbs/cli/05_main.ipynb #0be456c1
 def export(

@@ -184,6 +184,8 @@ def set_up_notices(
     "What set-up found."
     out = [Notice("quarantine", f"{case} is left out: {reason}", data=dict(case=case)) 
         for case, reason in info.get("quarantined", ())]
+    out += [Notice("quarantine", f"{case} of {part} is not among the sound cases any more: it is left out", "warning")
+        for case, part in info.get("split", {}).get("gone", {}).items()]
     return out + [Notice("data", text, level) for level, text in info.get("notes", ())]
 
 # %% ../../nbs/train/10_trainer.ipynb #7138c856
@@ -485,11 +487,10 @@ def _validate(self:Trainer):
 
 
 @patch
-def _scores(self:Trainer, cases=None):
-    "(the table of so many cases, of a validation's by default, None), or (None, why memory did not suffice)."
-    n = cases or self.knobs.val_cases
-    return infer(lambda **kw: self.recipe.evaluate(self.snapshot(), n, **kw), self.recipe, self.memory, self._report,
-        None, "validation", self.knobs.val_retries)
+def _scores(self:Trainer, cases):
+    "(the table of the cases, None), or (None, why memory did not suffice)."
+    return infer(lambda **kw: self.recipe.evaluate(self.snapshot(), cases, **kw), self.recipe, self.memory,
+        self._report, None, "validation", self.knobs.val_retries)
 
 # %% ../../nbs/train/10_trainer.ipynb #70036ca5
 @patch
@@ -498,7 +499,7 @@ def _rehearse(self:Trainer):
     wanted = self.knobs.val_every_steps or self.knobs.val_share and self.validation.possible
     if self.iteration or not wanted or type(self.recipe).__module__.startswith("medlab."): return
     start = time.perf_counter()
-    with torch.random.fork_rng(devices=[]): _, why = self._scores(1)
+    with torch.random.fork_rng(devices=[]): why = self.validation.rehearse()
     seconds = time.perf_counter() - start
     if not why: self._report("validation", f"one case was scored before the first step, in {seconds:.2g} s")
 

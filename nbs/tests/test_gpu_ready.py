@@ -86,6 +86,7 @@ def test_a_thread_trains_on_the_trainers_gpu(make, monkeypatch):
     t.device = torch.device("cuda", 1)
     t.start(2); t.wait(60)
     assert seen == [("cuda:1", "medlab-trainer"), "left"]
+    t.memory.device = t.device
     t.predict(t.recipe.split.train[0])
     assert seen[2:] == [("cuda:1", "MainThread"), "left"]
 
