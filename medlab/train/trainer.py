@@ -49,7 +49,7 @@ from ..step.step import Step
 from .actions import Actions
 from .bindings import outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
-from .process import movable, start_process
+from .process import movable, start_process, wait_for_process
 from .progress import Bar, Progress, last_step
 from .saving import Saver, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
@@ -86,6 +86,7 @@ class Trainer:
         refuse_child()
         self.recipe, self.path, self.threads = recipe, Path(run), checked_threads(threads)
         self.device, self.progress, self.worker = torch_device(device), Progress(), Worker(str(run))
+        self.handed_over = False  # whether a process goes on with the run
         stored = self._read(resume, knobs)
         self.writer = RunWriter.claim(self.path, not resume, loggers() if callable(loggers) else loggers)
         try: self._assemble(stored, knobs)
@@ -345,6 +346,7 @@ def _hand_over(self:Trainer, until):
     self.save()
     self.close()
     self._let_go()
+    self.handed_over = True
     start_process(self.path, until, str(self.device), self.threads, trust)
     return Run(self.path)
 
@@ -394,8 +396,10 @@ def stop(self:Trainer): "Stop before the next step, and save."; self.worker.stop
 def wait(self:Trainer,
     timeout:float=None,  # seconds; None: as long as it takes
 ) -> Trainer:
-    "Wait until the worker thread has ended; raises what it raised, or `TimeoutError`."
-    wait_for(self.worker, timeout, lambda: self.iteration)
+    """Wait until the worker thread has ended; raises what it raised, or `TimeoutError`. After `start(process=True)`,
+    until the process has ended; raises `RunFailed` where its run failed or was killed."""
+    if self.handed_over: wait_for_process(self.path, timeout)
+    else: wait_for(self.worker, timeout, lambda: self.iteration)
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #2f3b83a0
@@ -469,7 +473,11 @@ def _upkeep(self:Trainer):
 # %% ../../nbs/train/10_trainer.ipynb #6deb207e
 @patch
 def snapshot(self:Trainer) -> torch.nn.Module:
-    "A copy of the model for prediction, in evaluation mode, with the averaged weights where there are any."
+    """A copy of the model for prediction, in evaluation mode, with the averaged weights where there are any. Raises
+    `UserError` where a process goes on with the run."""
+    if self.handed_over:
+        raise UserError(f"this trainer handed its run over at step {self.iteration}, and has not the weights that the "
+            f"process learns; wait(), then take up the run: Trainer(recipe, {str(self.path)!r}, resume=True)")
     with self.loop.lock, (self.step.ema.applied(self.model) if self.step.ema else contextlib.nullcontext()):
         return copy.deepcopy(self.model).eval()
 
