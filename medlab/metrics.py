@@ -141,13 +141,13 @@ warnings.filterwarnings("ignore", r"monai\.metrics\.utils get_mask_edges:always_
 
 def _class_scores(made, true, spacing, tolerance):
     "The three numbers of two masks."
-    if not (made.any() or true.any()): return dict(dice=None, hd95=None, surface_dice=None)
-    if not (made.any() and true.any()):
-        return dict(dice=0.0, hd95=math.dist(np.multiply(true.shape, spacing), (0, 0, 0)), surface_dice=0.0)
+    if not (made.any() or true.any()): return dict(dice=None, hd95_mm=None, surface_dice=None)
+    if not (made.any() and true.any()): return dict(dice=0.0, hd95_mm=math.inf, surface_dice=0.0)
     box = tuple(slice(max(0, int(i.min()) - 1), int(i.max()) + 2) for i in (made | true).nonzero())
     pair = [torch.from_numpy(np.ascontiguousarray(m[box]))[None, None] for m in (made, true)]
     space = dict(include_background=True, spacing=tuple(spacing))
-    return dict(dice=compute_dice(*pair).item(), hd95=compute_hausdorff_distance(*pair, percentile=95, **space).item(),
+    return dict(dice=compute_dice(*pair).item(),
+                hd95_mm=compute_hausdorff_distance(*pair, percentile=95, **space).item(),
                 surface_dice=compute_surface_dice(*pair, [tolerance], **space).item())
 
 # %% ../nbs/03_metrics.ipynb #e8fe3959
@@ -158,7 +158,7 @@ def label_scores(
     spacing,  # (z, y, x) mm
     tolerance:float=1.0,  # of surface Dice, mm, > 0
     ignore:int=None,  # class in `truth` of unknown voxels; None: all are known
-) -> dict:  # class → dict(dice, hd95, surface_dice), floats, or None where there is nothing to score
+) -> dict:  # class → dict(dice, hd95_mm, surface_dice), floats, or None where there is nothing to score
     "Dice, HD95 and surface Dice of every class; raises `UserError` for shapes and spacings that do not fit."
     prediction, truth = _array(prediction), _array(truth)
     if prediction.shape != truth.shape or truth.ndim != 3:

@@ -7,7 +7,7 @@ __all__ = ['good_samples', 'BatchLoader', 'Ahead', 'NotTheSame']
 
 # %% ../../nbs/batches/05_loader.ipynb #e38ef895
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 
@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 
 from .copies import DeviceCopy, Waiting
-from .loading import Collated, Fault, First, Guarded, collate, stream
+from .loading import Collated, Fault, First, Guarded, OneSize, collate, stream, unlike_in_words
 from .processes import HUNG, START, UNBORN, at_once, ended, oom_kills, process_loader, starved, within
 from .quarantine import Quarantine
 from .sampler import ResumableSampler
@@ -64,7 +64,7 @@ class BatchLoader:
         self.ahead, self.trouble = deque(), None  # `Ahead` of the next step; what reading ahead raised
         self.prefetches = knobs.now.prefetch  # as the knob says, or off since memory ran out
         self.ask = lambda **knobs: None  # function (source, **knobs) that asks for a change of knobs
-        self.first = First(len(self.dataset))
+        self.first, self.one_size = First(len(self.dataset)), OneSize(self.dataset.dataset)
 
 # %% ../../nbs/batches/05_loader.ipynb #7824b375
 @patch
@@ -246,7 +246,8 @@ def _take(self:BatchLoader, iteration, began, waiting):
 def _usable(self:BatchLoader):
     "(samples on the device, None where none is left; their indices; faults of the others)."
     ahead = self.ahead.popleft() if self.ahead else Ahead(self._next())
-    samples, indices, bad = good_samples(ahead.batch, self.knobs.now.check_inputs, self.sampler.left_out)
+    batch = self.one_size(ahead.batch)
+    samples, indices, bad = good_samples(batch, self.knobs.now.check_inputs, self.sampler.left_out)
     if not samples: return None, indices, bad
     return self.copy(samples, ahead.sent if samples is ahead.batch.samples else None), indices, bad
 
@@ -420,6 +421,7 @@ def _same(self:BatchLoader, iteration, i, place, indices):
     "A micro-batch again."
     order = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.recipe.seed, place)
     batch = self._read([k for k in next(iter(order)) if k[0] in indices])
+    if batch.unlike: raise NotTheSame(f"its samples are of other sizes now: {unlike_in_words(batch.unlike)}")
     if not batch.indices and not batch.failed: raise NotTheSame("the order of the samples is another one")
     if batch.failed: raise NotTheSame(f"{batch.failed[0].case} can't be read again: {batch.failed[0].reason}")
     return Batch.of(self._prepared(self.copy(batch.samples), iteration, i))
@@ -449,8 +451,13 @@ def _switch(self:BatchLoader, on, source):
 
 
 @patch
-def state_dict(self:BatchLoader) -> dict: "How many samples were drawn."; return dict(samples_seen=self.samples_seen)
+def state_dict(self:BatchLoader) -> dict:
+    "How many samples were drawn, and how many of which sizes."
+    return dict(samples_seen=self.samples_seen, sizes=dict(self.one_size.seen))
+
+
 @patch
 def load_state_dict(self:BatchLoader, state):
     "Take up a place in the order; `seek` goes there."
     self.samples_seen = state["samples_seen"]
+    self.one_size.seen = Counter(state.get("sizes", {}))

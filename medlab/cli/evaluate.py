@@ -11,7 +11,7 @@ import sys
 
 from ..core import UserError
 from ..data.split import Split
-from ..memory.inference import run_with_oom_retry
+from ..memory.inference import infer
 from ..memory.usage import Memory
 from ..run.directory import Run
 from ..train.state import load_model
@@ -37,6 +37,16 @@ def with_other_data(
     other.split = Split(seen, [], sorted({*cases} - {*seen}), recipe.seed)
     return other, list(cases)
 
+# %% ../../nbs/cli/04_evaluate.ipynb #29b9c56e
+def _as_trained(recipe, info):
+    "Set up the run's own data, with what else its `setup` found when the run was new; case → what is wrong with it."
+    found = recipe.setup(info.get("split"))
+    if "split" not in info: return {}
+    cases, split = recipe.cases, recipe.split
+    recipe.remember(info)
+    recipe.cases, recipe.split = cases, split
+    return dict(found.get("quarantined", ()))
+
 # %% ../../nbs/cli/04_evaluate.ipynb #97fb0a19
 def evaluate_run(
     run,  # run directory
@@ -47,15 +57,15 @@ def evaluate_run(
 ) -> tuple:  # (`Table`, step of the weights)
     "Score cases with what a run has learned. Raises `UserError` where it has no checkpoint, or no case can be scored."
     if cases is not None and cases < 1: raise UserError(f"cases={cases} must be at least 1")
-    info = Run(run).meta["data"]
+    info, faults = Run(run).meta["data"], {}
     recipe, model, step = load_model(run, device, best)
     if data:
         recipe, names = with_other_data(recipe, data, info)
         cases = names[:cases]
-    else: recipe.setup(info.get("split"))
-    side = max(getattr(recipe, "image_size", None) or (0,))
+    else: faults = _as_trained(recipe, info)
     say = lambda kind, text, *rest, **more: print(f"medlab: {text}", file=sys.stderr)
-    table, why = run_with_oom_retry(lambda **kw: recipe.evaluate(model, cases, **kw), "prediction", 2, {},
-        Memory(next(model.parameters()).device), say, "tile" in recipe.predict_options, side)
+    table, why = infer(lambda **kw: recipe.evaluate(model, cases, **kw), recipe,
+        Memory(next(model.parameters()).device), say)
     if why: raise UserError(why)
+    for r in table.left_out: r["why"] += f": {faults[r['case']]}" if r["case"] in faults else ""
     return table, step

@@ -120,7 +120,8 @@ def _say_scores(trainer):
     if v.table: print(v.table)
     if v.best and trainer.knobs.save_every:
         b = v.best
-        print(f"best {b['metric']} {b['value']:.4g} at step {b['step']}, which is kept: --best takes these weights")
+        by = f", by {b['cases']} cases" if "cases" in b else ""
+        print(f"best {b['metric']} {b['value']:.4g} at step {b['step']}{by}, which is kept: --best takes these weights")
     if v.possible and not v.table: print(f"held-out cases were not scored; medlab evaluate {trainer.path} does")
 
 # %% ../../nbs/cli/05_main.ipynb #83526090
@@ -188,13 +189,11 @@ def _predict_parser():
 # %% ../../nbs/cli/05_main.ipynb #cde40399
 def _in_memory(recipe, model, case, options):
     "(the prediction, None), or (None, why memory did not do), after attempts in smaller tiles, which are said."
-    import torch
-    from medlab.memory.inference import run_with_oom_retry
+    from medlab.memory.inference import infer
     from medlab.memory.usage import Memory
-    call, side = lambda **kw: recipe.predict(model, case, **kw), max(getattr(recipe, "image_size", None) or (0,))
     said = lambda kind, text, *rest, **data: print(f"medlab: {case.name}: {text}", file=sys.stderr)
-    memory, tiled = Memory(next(model.parameters()).device), "tile" in recipe.predict_options
-    with torch.no_grad(): return run_with_oom_retry(call, "prediction", 2, options, memory, said, tiled, side)
+    memory = Memory(next(model.parameters()).device)
+    return infer(lambda **kw: recipe.predict(model, case, **kw), recipe, memory, said, options)
 
 # %% ../../nbs/cli/05_main.ipynb #c6cb0a25
 def _predict_one(recipe, model, case, output, options):
@@ -241,7 +240,7 @@ def predict(
 # %% ../../nbs/cli/05_main.ipynb #56cff689
 def evaluate(
     argv,  # RUN, DATA or nothing, and options
-) -> int:  # exit status
+) -> int:  # exit status: 2 where a case could not be scored
     "Score a run's held-out cases, or all cases of other data."
     p = jsonargparse.ArgumentParser(prog="medlab evaluate", description=evaluate.__doc__, exit_on_error=False)
     p.add_argument("run", type=str, help="run directory")
@@ -256,10 +255,12 @@ def evaluate(
         raise UserError(f"--csv {a.csv}: the folder {Path(a.csv).resolve().parent} does not exist; make it first")
     from medlab.cli.evaluate import evaluate_run
     table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device)
-    print(f"{a.run} at step {step}{' (best)' * a.best}, {len(table.rows)} cases of {a.data or 'the run, held out'}")
+    n = len({r["case"] for r in table.rows})
+    print(f"{a.run} at step {step}{' (best)' * a.best}, {n} cases of {a.data or 'the run, held out'}")
     print(table)
     if a.csv: table.to_csv(a.csv)
-    return 0
+    for r in table.left_out: print(f"medlab: case {r['case']!r} could not be scored: {r['why']}", file=sys.stderr)
+    return 2 if table.left_out else 0
 
 # %% ../../nbs/cli/05_main.ipynb #0be456c1
 def export(
@@ -407,14 +408,17 @@ def _command(argv):
     return COMMANDS[argv[0]](argv[1:])
 
 
+def _noted(error): return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def _status_of(error):
     "Print what went wrong, in one line where a user can mend it; exit status."
     if isinstance(error, (UserError, KeyboardInterrupt)):
         mistake = isinstance(error, UserError)
-        print(f"medlab: {error if mistake else 'interrupted'}", file=sys.stderr)
+        print(f"medlab: {_noted(error) if mistake else 'interrupted'}", file=sys.stderr)
         return 2 if mistake else 130
     from medlab.core import RunFailed
-    if isinstance(error, RunFailed): print(f"medlab: the run failed: {error}", file=sys.stderr)
+    if isinstance(error, RunFailed): print(f"medlab: the run failed: {_noted(error)}", file=sys.stderr)
     else: traceback.print_exception(error)
     return 1
 

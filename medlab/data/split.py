@@ -9,7 +9,7 @@ __all__ = ['patient_of', 'Split', 'split_cases']
 import json
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from fastcore.basics import patch
@@ -33,6 +33,7 @@ class Split:
     test:list  # names
     seed:int  # of the run
     note:str = ""  # what a small data set made impossible; "": nothing
+    gone:dict = field(default_factory=dict)  # name → part: held-out cases that cannot be used any more
 
     def __post_init__(self):
         twice = sorted(n for n, k in Counter(self.names).items() if k > 1)
@@ -58,18 +59,29 @@ def some(self:Split,
     if isinstance(cases, str): return [cases]
     return self.shown[:cases] if cases is None or isinstance(cases, int) else list(cases)
 
+# %% ../../nbs/data/03_split.ipynb #01e356ac
+@patch
+def part(self:Split,
+    name:str,  # of a case
+) -> str:  # "train", "val" or "test"; "" for a case of none
+    "The part that a case belongs to."
+    return next((p for p in ("train", "val", "test") if name in getattr(self, p)), self.gone.get(name, ""))
+
 # %% ../../nbs/data/03_split.ipynb #5ef7effa
 @patch
 def among(self:Split,
     sound,  # names of the cases that can be used now
     root,  # where they lie, for the message
-) -> Split:  # itself
-    "Raises `UserError` where a case of the split is not there any more."
+) -> Split:
+    """The split without held-out cases that cannot be used any more, which are named in `gone`. Raises `UserError`
+    where a training case is one of them."""
     gone = sorted({*self.names} - {*sound})
-    if gone:
+    if not gone: return self
+    if not {*self.train}.isdisjoint(gone):
         raise UserError(f"{len(gone)} cases of the stored split are not among the sound ones of {root!r} any more: "
                         f"{', '.join(gone[:5])}; put them back, or start a new run")
-    return self
+    val, test = ([n for n in part if n not in gone] for part in (self.val, self.test))
+    return replace(self, val=val, test=test, gone=self.gone | {n: self.part(n) for n in gone})
 
 # %% ../../nbs/data/03_split.ipynb #b96dff42
 @patch

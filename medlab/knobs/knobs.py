@@ -70,7 +70,8 @@ class DataKnobs(HasTraits):
         unit="steps", off=0, concern="validation")
     val_share = Real(0.05, 0, 1, help="share of the time that validation may take where val_every_steps is 0 and one "
         "process trains; 0: none").tag(off=0.0, concern="validation")
-    val_cases = Int(2, min=1, help="cases per validation").tag(unit="cases", concern="validation")
+    val_cases = Int(None, min=1, allow_none=True, help="cases per validation; None: all where val_every_steps is set, "
+        "else as many as val_share allows at least every half hour").tag(unit="cases", off=None, concern="validation")
     save_every = Int(200, min=0, help="steps between checkpoints; one is always written at the end").tag(
         unit="steps", off=0, concern="checkpoints")
     keep = Int(3, min=1, help="checkpoints kept, the newest").tag(unit="files", concern="checkpoints")

@@ -432,5 +432,5 @@ def evaluate(self:FastDDPM,
     **options,  # of `synthesize`
 ) -> Table:
     "PSNR and SSIM beside the baselines on held-out cases; where none is held out on training cases, as the table says."
-    rows = [self.score(model, n, m, **options) for n, m in self._hidden(cases, modality)]
-    return Table.of(rows, self.split.train)
+    return self.tabulate((n, lambda n=n, m=m: self.score(model, n, m, **options))
+        for n, m in self._hidden(cases, modality))

@@ -478,5 +478,5 @@ def score(self:Segmentation,
     whole, table = self.data([name]).whole(0), self.table
     made = classes_of(probabilities(self, model, whole.image, **options), threshold, largest)
     scores = label_scores(made, whole.label, range(1, len(table)), whole.like.spacing, self.tolerance, IGNORE)
-    row = dict(case=name) | {k: _mean_of(s[k] for s in scores.values()) for k in ("dice", "hd95", "surface_dice")}
+    row = dict(case=name) | {k: _mean_of(s[k] for s in scores.values()) for k in ("dice", "hd95_mm", "surface_dice")}
     return row | {f"{k}_{table.name(c).replace(' ', '_')}": v for c, s in scores.items() for k, v in s.items()}

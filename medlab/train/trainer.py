@@ -21,7 +21,7 @@ from ..batches.loader import BatchLoader
 from ..batches.processes import refuse_child
 from ..batches.quarantine import Quarantine
 from ..contracts.result import Notice
-from ..core import UserError
+from ..core import UserError, with_own_line
 from ..guards.compilation import CompileWatch
 from ..guards.escalation import EscalationPolicy
 from ..guards.loss_scale import LossScaleWatch
@@ -29,14 +29,14 @@ from ..guards.zero_gradient import ZeroGradientWatch
 from ..knobs.controls import Controls, bring_in
 from ..knobs.fixes import Fixes, Switch
 from ..knobs.mailbox import Change, Mailbox
-from ..memory.inference import run_with_oom_retry
+from ..memory.inference import infer
 from ..memory.manager import MemoryManager
 from ..memory.oom import give_back
 
 # %% ../../nbs/train/10_trainer.ipynb #7ba5d4a6
 from ..memory.retry import OOMRetry
 from ..memory.savings import read_checkpointing
-from ..memory.usage import Memory
+from ..memory.usage import Memory, on_device
 from ..memory.watch import MemoryWatch
 from ..parallel.replicas import replicas_here
 from ..recipes.base import Recipe
@@ -49,11 +49,11 @@ from ..step.step import Step
 from .actions import Actions
 from .bindings import outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
-from .process import movable, start_process
+from .process import movable, start_process, wait_for_process
 from .progress import LEVELS, Bar, EventPrinter, Progress, last_step
 from .saving import Saver, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
-from .state import on_device, recipe_of, torch_device
+from .state import recipe_of, torch_device
 from .telemetry import Telemetry
 from .validation import Validation
 from .worker import Worker, idle, interrupts, start_worker, wait_for
@@ -86,6 +86,7 @@ class Trainer:
         refuse_child()
         self.recipe, self.path, self.threads = recipe, Path(run), checked_threads(threads)
         self.device, self.progress, self.worker = torch_device(device), Progress(), Worker(str(run))
+        self.handed_over = False  # whether a process goes on with the run
         self._begin(self._read(resume, knobs), resume, knobs, loggers)
 
     def __enter__(self): return self
@@ -193,6 +194,8 @@ def set_up_notices(
     "What set-up found."
     out = [Notice("quarantine", f"{case} is left out: {reason}", data=dict(case=case)) 
         for case, reason in info.get("quarantined", ())]
+    out += [Notice("quarantine", f"{case} of {part} is not among the sound cases any more: it is left out", "warning")
+        for case, part in info.get("split", {}).get("gone", {}).items()]
     return out + [Notice("data", text, level) for level, text in info.get("notes", ())]
 
 # %% ../../nbs/train/10_trainer.ipynb #7138c856
@@ -359,6 +362,7 @@ def _hand_over(self:Trainer, until):
     self.save()
     self.close()
     self._let_go()
+    self.handed_over = True
     start_process(self.path, until, str(self.device), self.threads, trust)
     return Run(self.path)
 
@@ -408,8 +412,10 @@ def stop(self:Trainer): "Stop before the next step, and save."; self.worker.stop
 def wait(self:Trainer,
     timeout:float=None,  # seconds; None: as long as it takes
 ) -> Trainer:
-    "Wait until the worker thread has ended; raises what it raised, or `TimeoutError`."
-    wait_for(self.worker, timeout, lambda: self.iteration)
+    """Wait until the worker thread has ended; raises what it raised, or `TimeoutError`. After `start(process=True)`,
+    until the process has ended; raises `RunFailed` where its run failed or was killed."""
+    if self.handed_over: wait_for_process(self.path, timeout)
+    else: wait_for(self.worker, timeout, lambda: self.iteration)
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #2f3b83a0
@@ -433,7 +439,7 @@ def _train(self:Trainer, show):
         self.saver.save_end(state)
     except BaseException as e:
         state = "failed"
-        self._report("error", f"{type(e).__name__}: {e}", "error", traceback=traceback.format_exc())
+        self._report("error", with_own_line(e), "error", traceback=traceback.format_exc())
         self.saver.rescue(e)
         raise
     finally:
@@ -484,18 +490,13 @@ def _upkeep(self:Trainer):
 # %% ../../nbs/train/10_trainer.ipynb #6deb207e
 @patch
 def snapshot(self:Trainer) -> torch.nn.Module:
-    "A copy of the model for prediction, in evaluation mode, with the averaged weights where there are any."
+    """A copy of the model for prediction, in evaluation mode, with the averaged weights where there are any. Raises
+    `UserError` where a process goes on with the run."""
+    if self.handed_over:
+        raise UserError(f"this trainer handed its run over at step {self.iteration}, and has not the weights that the "
+            f"process learns; wait(), then take up the run: Trainer(recipe, {str(self.path)!r}, resume=True)")
     with self.loop.lock, (self.step.ema.applied(self.model) if self.step.ema else contextlib.nullcontext()):
         return copy.deepcopy(self.model).eval()
-
-# %% ../../nbs/train/10_trainer.ipynb #3777fa76
-@patch
-def _outside(self:Trainer, call, where, retries, options):
-    "(what `call` returned, None), or (None, why it could not)."
-    side = max(getattr(self.recipe, "image_size", None) or (0,))
-    with torch.no_grad(), on_device(self.device):
-        return run_with_oom_retry(call, where, retries, options, self.memory, self._report,
-            "tile" in self.recipe.predict_options, side)
 
 # %% ../../nbs/train/10_trainer.ipynb #5a36fd4b
 @patch
@@ -511,11 +512,10 @@ def _validate(self:Trainer):
 
 
 @patch
-def _scores(self:Trainer, cases=None):
-    "(the table of so many cases, of a validation's by default, None), or (None, why memory did not suffice)."
-    n = cases or self.knobs.val_cases
-    return self._outside(lambda **kw: self.recipe.evaluate(self.snapshot(), n, **kw), "validation",
-        self.knobs.val_retries, {})
+def _scores(self:Trainer, cases):
+    "(the table of the cases, None), or (None, why memory did not suffice)."
+    return infer(lambda **kw: self.recipe.evaluate(self.snapshot(), cases, **kw), self.recipe, self.memory,
+        self._report, None, "validation", self.knobs.val_retries)
 
 # %% ../../nbs/train/10_trainer.ipynb #70036ca5
 @patch
@@ -524,7 +524,7 @@ def _rehearse(self:Trainer):
     wanted = self.knobs.val_every_steps or self.knobs.val_share and self.validation.possible
     if self.iteration or not wanted or type(self.recipe).__module__.startswith("medlab."): return
     start = time.perf_counter()
-    with torch.random.fork_rng(devices=[]): _, why = self._scores(1)
+    with torch.random.fork_rng(devices=[]): why = self.validation.rehearse()
     seconds = time.perf_counter() - start
     if not why: self._report("validation", f"one case was scored before the first step, in {seconds:.2g} s")
 
@@ -550,7 +550,7 @@ def evaluate(self:Trainer,
 # %% ../../nbs/train/10_trainer.ipynb #497899ac
 @patch
 def _answer(self:Trainer, call, options):
-    result, why = self._outside(call, "prediction", self.knobs.predict_retries, options)
+    result, why = infer(call, self.recipe, self.memory, self._report, options, retries=self.knobs.predict_retries)
     if why: raise UserError(why)
     return result
 

@@ -196,4 +196,4 @@ def test_a_list_makes_the_split_and_names_the_labels(tmp_path):
     info = recipe.setup()
     assert info["split"]["val"] == ["c3"] and info["split"]["train"] == ["c0", "c1", "c2"] and recipe.table.name(2) == "spleen"
     row = recipe.evaluate(recipe.build_model().eval()).rows[0]
-    assert {"dice_liver", "hd95_spleen", "surface_dice_liver"} <= {*row} and row["case"] == "c3"
+    assert {"dice_liver", "hd95_mm_spleen", "surface_dice_liver"} <= {*row} and row["case"] == "c3"

@@ -66,7 +66,8 @@ def test_a_run_of_a_minute_validates_without_being_asked(tmp_path, monkeypatch):
         assert "val_error" not in t.run.names() and not [e for e in t.run.events() if e.level != "info"]
 
 
-@pytest.mark.parametrize("wrong, kind", ((lambda: 1 / 0, ZeroDivisionError), (lambda: 0.5, UserError)))
+@pytest.mark.parametrize("wrong, kind", ((lambda: 1 / 0, ZeroDivisionError), (lambda: 0.5, UserError),
+    (lambda: dict(error=torch.ones(4)), UserError), (lambda: dict(error=[1.0]), UserError), (lambda: dict(error="low"), UserError)))
 def test_a_score_that_is_wrong_ends_the_run_before_the_first_step(tmp_path, wrong, kind):
     class Wrong(Line):
         def score(self, model, name): return wrong()
@@ -97,3 +98,45 @@ def test_what_a_user_forgets_is_said(tmp_path):
         def setup(self, split=None): super().setup(split)
     with pytest.raises(UserError, match=r"Forgot.setup\(\) gave None and must give a dict"): Trainer(Forgot(), tmp_path / "other")
     with pytest.raises(UserError, match="does not exist; make it first"): evaluate([str(tmp_path / "run"), "--csv", str(tmp_path / "no/x.csv")])
+
+
+def test_a_torn_case_costs_its_own_row_and_no_validation(tmp_path):
+    class Torn(Line):
+        torn = ()
+        def score(self, model, name):
+            if name in self.torn: raise EOFError(f"{name} ends early")
+            return super().score(model, name)
+    with Trainer(Torn(), tmp_path / "run", threads=1, val_every_steps=5) as t:
+        t.recipe.torn = first = t.recipe.split.val[:1]
+        t.fit(15, progress=False)
+        assert t.run.step == 15 and t.run.metrics("val_error")["val_error"].step.tolist() == [5, 10, 15], "it was the first of val"
+        assert t.run.metrics("val_left_out")["val_left_out"].value.tolist() == [1.0] * 3
+        told = [e for e in t.run.events("validation") if e.level == "warning"]
+        assert len(told) == 1 and f"1 of 2 cases could not be scored and are left out of the means: {first[0]}: EOFError" in told[0].text
+        assert told[0].data["cases"] == first and "in score: if name in self.torn" in told[0].text, "with the user's line"
+        table = t.evaluate()
+        assert [(r["case"], r["split"]) for r in table.left_out] == [(first[0], "val")] and len(table.rows) == 3
+        assert f"{first[0]}  val    left out: EOFError" in str(table) and "1 of 4 cases could not be scored" in str(table)
+
+
+def test_a_table_tells_val_from_test(tmp_path):
+    with Trainer(Line(), tmp_path / "run", threads=1) as t:
+        table, split = t.evaluate(), t.recipe.split
+    assert [r["split"] for r in table.rows] == ["val", "val", "test", "test"] and {*table.means} == {"val", "test"}
+    values = [r["error"] for r in table.rows]
+    assert table.means["val"]["error"] == sum(values[:2]) / 2 and table.means["test"]["error"] == sum(values[2:]) / 2
+    assert [r["case"] for r in table.rows] == [*split.val, *split.test] and str(table).count("mean") == 2
+
+
+def test_all_of_val_and_none_of_test_chooses_the_best(tmp_path):
+    with Trainer(Line(), tmp_path / "run", threads=1, val_every_steps=5) as t:
+        t.fit(5, progress=False)
+        assert {*t.recipe.seen[1:]} == {*t.recipe.split.val} and t.run.meta["best"]["cases"] == 2
+        assert "is the best so far, on 2 of 2 cases" in t.run.events("validation")[-1].text
+
+    class NoVal(Line):
+        def setup(self, split=None): return self.divide([f"case {i:02}" for i in range(12)], split, val=0.0, group=lambda n: n)
+    with Trainer(NoVal(), tmp_path / "other", threads=1, val_every_steps=5) as t:
+        t.fit(5, progress=False)
+        assert "best" not in t.run.meta and t.run.metrics("val_error")["val_error"].step.tolist() == [5]
+        assert "test cases choose no weights" in t.run.events("validation")[-1].text
