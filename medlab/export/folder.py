@@ -107,9 +107,10 @@ def gathered(
     run,  # run directory
     weights:str="auto",  # "auto", "ema" or "raw", see `chosen_weights`
     step:int=None,  # of a kept checkpoint; None: the newest whole one
+    cls:type=None,  # of the run's recipe; None: as the run remembers it
 ) -> Exported:
     "What there is to export; raises `UserError` where the run has no checkpoint, or no such weights."
-    run, recipe = Run(run), recipe_of(run)
+    run, recipe = Run(run), recipe_of(run, cls=cls)
     row, state = read_newest(run, checkpoint_rows(run, step))
     which, _ = chosen_weights(state, weights)
     recipe.remember(run.meta["data"])
@@ -408,13 +409,14 @@ def export_run(
     weights:str="auto",  # "auto": averaged ones where there are any; "ema", "raw"
     step:int=None,  # of a kept checkpoint; None: the newest whole one
     overwrite:bool=False,  # replace an earlier export
+    cls:type=None,  # of the run's recipe; None: as the run remembers it
 ) -> Exported:
     """Export a run. Raises `UnknownName` for a form or weights, `UserError` where there is no checkpoint or the folder
     is taken; a folder is whole or not there."""
     if form not in (None, *FORMS): raise UnknownName("form", form, FORMS)
     out = Path(out)
     _check_place(out, overwrite)
-    e, part = gathered(run, weights, step), out.absolute().with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.part")
+    e, part = gathered(run, weights, step, cls), out.absolute().with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         _fill(e, part, form)
         _put(part, out.absolute())

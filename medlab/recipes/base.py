@@ -19,7 +19,7 @@ from fastcore.basics import patch
 
 from ..contracts.batch import Batch
 from ..contracts.system import System
-from ..core import UserError
+from ..core import UnknownName, UserError
 from ..data.split import Split, patient_of, split_cases
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
@@ -239,12 +239,24 @@ class Recipe(Use):
     optimizer:str = "AdamW"  # a class of torch.optim, see `optimizer_class`
 
     Knobs = Knobs
+    tiny = {}  # values of fields for `--debug`: seconds to the first step
+    sizes = {}  # name → values of fields that differ from the defaults, such as dict(small=dict(dim=16), base={})
     least = dict(batch_size=1, workers=0)  # smallest value of numeric fields; an integer here asks for integers
 
     def __post_init__(self):
         for name, low in self.least.items(): _check_number(name, getattr(self, name), low)
 
     def __getstate__(self): return {k: v for k, v in vars(self).items() if k != "knobs"}  # of this process
+
+# %% ../../nbs/recipes/00_base.ipynb #9b61a67d
+@patch(cls_method=True)
+def preset(cls:Recipe,
+    size:str,  # one of `sizes`
+    **fields,  # that win over those of the size
+) -> Recipe:
+    "A recipe of a named size; raises `UnknownName` for another."
+    if size not in cls.sizes: raise UnknownName(f"size of {cls.__name__}", size, cls.sizes)
+    return cls(**{**cls.sizes[size], **fields})
 
 # %% ../../nbs/recipes/00_base.ipynb #c4e93b7f
 @patch
