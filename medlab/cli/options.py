@@ -126,7 +126,8 @@ def train_parser(
     hints, texts = typing.get_type_hints(cls), field_help(cls)
     taken = {a.dest for a in p._actions}
     for name in field_names(cls):
-        if name in taken: raise UserError(f"{cls.__name__}.{name}: the command has an option --{name}; rename the field")
+        if name in taken:
+            raise UserError(f"{cls.__name__}.{name}: the command has an option --{name}; rename the field")
         p.add_argument("--" + name, type=option_type(hints[name]), help=texts.get(name, "of the recipe"))
     for name, trait in cls.Knobs.class_traits().items():
         text = f"{trait.help}; {rule(trait)} (default {trait.default_value})".replace("%", "%%")

@@ -192,6 +192,12 @@ def preview(self:Use,
     "One case as it is predicted now, beside what it should be; raises `UserError` where there is no preview."
     raise UserError(f"{type(self).__name__} has no preview: define previews() and preview()")
 
+# %% ../../nbs/recipes/00_base.ipynb #ab409f18
+@patch
+def example_inputs(self:Use) -> tuple:  # tensors, the arguments of one call; None: a recipe that does not say
+    "Inputs of the network, to export it with; the default says nothing."
+    return None
+
 # %% ../../nbs/recipes/00_base.ipynb #b9e2743a
 @patch
 def score(self:Use,

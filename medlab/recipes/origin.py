@@ -202,7 +202,8 @@ def _not_found(path, origin, name):
     use = f"name it: --recipe FILE.py:{name} (in Python Trainer(recipe, run, resume=True))"
     if not origin: return f"the run does not say where it lies; {use}"
     if origin["module"] == "__main__" and not file:
-        return f"was defined in a notebook or at a prompt, where no other process finds it; put it into a file and {use}"
+        return ("was defined in a notebook or at a prompt, where no other process finds it; put it into a file and "
+            f"{use}")
     if origin["module"] == "__main__":
         return (f"was defined in the script {file}, which would be run again as a whole; put the class into a file of "
             f"its own and {use}")

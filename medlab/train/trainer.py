@@ -169,7 +169,8 @@ def config_about(
     lines = ["The configuration this run began with; later changes of knobs are in its log: Run(…).changes()."]
     again = lambda what: f"Again: medlab train {what} --config config.yml --run ANOTHER --steps N"
     if not origin: return "\n".join([*lines, again(recipe.name)])
-    if origin["module"] != "__main__": return "\n".join([*lines, again(f"{origin['file'] or origin['module']}:{origin['qualname']}")])
+    if origin["module"] != "__main__":
+        return "\n".join([*lines, again(f"{origin['file'] or origin['module']}:{origin['qualname']}")])
     return "\n".join([*lines, f"The recipe {name} is of a notebook or a script and unknown to the command line, until",
         f"its class lies in a file: medlab train FILE.py:{name} --config …; in Python",
         f"Trainer({name}(**fields), ANOTHER, **knobs) takes what stands here"])

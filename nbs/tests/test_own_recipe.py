@@ -222,3 +222,51 @@ def test_medlabs_own_recipes_are_as_before(tmp_path):
     assert said("train", "segmentation", "--debug", "--steps", 1, "--threads", 1, "--run", tmp_path / "run")[0] == 0
     assert Run(tmp_path / "run").meta["origin"] == {} and not (tmp_path / "run/recipe.py").exists()
     assert said("evaluate", tmp_path / "run")[0] == 0
+
+
+EXPORTED = """
+import sys
+sys.path.insert(0, {out!r})
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("medlab", "fastcore", "traitlets", {stem!r}): raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import torch
+from load import load
+network = load()
+torch.manual_seed(0)
+with torch.no_grad(): torch.save(network(torch.randn(1, 1, 8, 8, 8)), {made!r})
+"""
+
+
+def numbers(root, stem):
+    "What the exported network gives where there is no medlab, and what the trainer's gives."
+    code = EXPORTED.format(out=str(root / "out"), stem=stem, made=str(root / "made.pt"))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, cwd="/")
+    from medlab.train.state import load_model
+    _, model, _ = load_model(root / "run")
+    torch.manual_seed(0)
+    with torch.no_grad(): return torch.load(root / "made.pt"), model(torch.randn(1, 1, 8, 8, 8))
+
+
+def test_the_network_of_ones_own_leaves_with_its_code(home):
+    root, file = home
+    stem = Path(file).stem
+    inside = Path(file).read_text().replace(f"from helpers_of_{stem} import WIDTH", "WIDTH = 3")
+    Path(file).write_text(inside)
+    trained(file, root / "run", "--hidden", 4)
+    status, out, err = said("export", root / "run", root / "out")
+    assert status == 0 and "safetensors; the raw weights of step 2" in out and "define Mine.example_inputs()" in out, (out, err)
+    assert "no numbers" in (root / "out/docs/README.md").read_text()
+    a, b = numbers(root, stem)
+    assert torch.equal(a, b) and a.std() > 0
+    status, out, err = said("export", root / "run", root / "bundle", "--form", "bundle")
+    assert status == 2 and "a bundle predicts from files" in err and not (root / "bundle").exists()
+
+
+def test_a_network_that_lies_elsewhere_is_refused(home):
+    root, file = home
+    trained(file, root / "run")
+    status, out, err = said("export", root / "run", root / "out")
+    assert status == 2 and f"it needs helpers_of_{Path(file).stem}, which lies beside" in err and "that file alone travels" in err, err
+    assert err.count("\n") == 1 and not (root / "out").exists()
