@@ -117,10 +117,12 @@ def _values(fields):
 # %% ../../nbs/cli/00_options.ipynb #c14c612b
 def train_parser(
     cls:type,  # a recipe
+    check:bool=False,  # for `medlab check`, which takes the data as a word of its own
 ) -> jsonargparse.ArgumentParser:
     "The options of `medlab train` for a recipe."
-    p = jsonargparse.ArgumentParser(prog=f"medlab train {cls.name}", description=cls.__doc__, exit_on_error=False,
-        default_env=False)
+    prog = f"medlab check --recipe {cls.name}" if check else f"medlab train {cls.name}"
+    p = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, default_env=False)
+    if check: p.add_argument("data", type=str, nargs="?", help="file or folder of cases, in the place of --data-root")
     _add_run_options(p)
     _add_size(p, cls)
     hints, texts = typing.get_type_hints(cls), field_help(cls)
@@ -237,19 +239,31 @@ def merged_knobs(
     for text in given.set: knobs |= cls.Knobs.parse(text)
     return knobs
 
+# %% ../../nbs/cli/00_options.ipynb #6c0f58b1
+def _take_data(cls, given):
+    "Put the word DATA in the place of the field `data_root`; raises `UserError` where it cannot be."
+    if "data_root" not in field_names(cls):
+        raise UserError(f"{cls.__name__} has no field data_root, so it cannot be pointed at {given.data}; leave DATA "
+            "out")
+    if given.data_root not in (None, given.data):
+        raise UserError(f"two places of data, {given.data} and --data-root {given.data_root}; leave out one")
+    given.data_root = given.data
+
 # %% ../../nbs/cli/00_options.ipynb #b0e04a6b
-def _parsed(cls, argv):
+def _parsed(cls, argv, check=False):
     "What was typed, converted to the types of the fields; raises `UserError`."
-    try: return train_parser(cls).parse_args(normal_options(argv, known_keys(cls)))
+    try: return train_parser(cls, check).parse_args(normal_options(argv, known_keys(cls)))
     except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
 
 
 def options(
     cls:type,  # the recipe
     argv,  # options as they were typed
+    check:bool=False,  # see `train_parser`
 ):  # (recipe fields, knobs, the rest)
     "Merge command line and YAML; raises `UserError` for anything that does not fit."
-    names, given = field_names(cls), _parsed(cls, argv)
+    names, given = field_names(cls), _parsed(cls, argv, check)
+    if check and given.data: _take_data(cls, given)
     file = {} if given.config is None else read_yaml(given.config, cls)
     typed = {k: v for k, v in given.items() if v is not None and k in (*names, *RUN_KEYS, "size")}
     merged = checked_run({k: v for k, v in file.items() if k not in cls.Knobs.class_traits()} | typed)

@@ -100,8 +100,8 @@ class Exported:
 # %% ../../nbs/export/08_folder.ipynb #00a16d1a
 NOTE = f"From medlab {medlab.__version__}, Apache-2.0; unchanged, but for what is left out."
 ASIDE = {"dataset", "setup", "divide", "score", "evaluate", "fixes", "initial_knobs", "prepare", "losses",
-    "bind_losses", "check", "previews", "preview", "build_optimizer", "optimizer_class", "name", "metric", "tiny", "sizes", "least",
-    "Knobs", "example_inputs"}  # of a recipe, which its prediction does not hang on
+    "bind_losses", "check", "preflight", "previews", "preview", "build_optimizer", "optimizer_class", "name", "metric",
+    "tiny", "sizes", "least", "Knobs", "example_inputs"}  # of a recipe, which its prediction does not hang on
 
 
 def _standard(cls):
@@ -313,8 +313,8 @@ def _how_own(e):
     checked = "its numbers were compared with the trainer's" if e.predictor.inputs is not None else \
         "names and shapes of its weights were compared, and no numbers: the recipe has no example_inputs()"
     return (f"`from load import load; network = load(\"cpu\")`, in this folder; needs torch, {', '.join(_needs(e))}; "
-        f"no medlab. `network/{PLACE}.py` is cut out of the recipe's file; {checked}. What an input is, and what becomes "
-        "of the output, stays with the recipe." + (f" The program takes {e.program}." if "program" in e.forms else ""))
+        f"no medlab. `network/{PLACE}.py` is cut out of the recipe's file; {checked}. What an input is, and what "
+        "becomes of the output, stays with the recipe." + (f" The program takes {e.program}." if "program" in e.forms else ""))
 
 
 def readme(e:Exported) -> str:
@@ -402,7 +402,7 @@ def _check_own(e, folder):
         apart = 0.0 if example is None else largest_difference(network.eval(), e.model, *example)
     except Exception as error:
         raise refused(cls, f"its copy fails with {type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            "let what the network needs stand at the top of its file, as a class, a function, an import or a value") from error
+            "let what it needs stand at the top of its file, as a class, a function, an import or a value") from error
     if apart >= 1e-5:
         raise refused(cls, f"its copy gives other numbers, by {apart:.2g} of the largest output", "let nothing outside "
             "of build_model() change the network")

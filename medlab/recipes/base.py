@@ -116,7 +116,7 @@ class Use:
     "What a trained model is used for; the optional part of a recipe."
     name = "recipe"
     cases, split = {}, None  # what `setup` finds: name → case, and the names' `Split`; None: no evaluation
-    predict_options, check_options = {}, {}  # of the command line: name → (type, default, help)
+    predict_options = {}  # of the command line: name → (type, default, help)
     endings = (".nii", ".nii.gz")  # of the files that `write` writes
     metric = None  # by which weights are judged, such as "dice", or "-hd95": less is better; None: the first of `score`
     baseline_from_training = False  # whether `score` fits a baseline to the training cases
@@ -127,13 +127,20 @@ class Use:
         if "name" not in vars(cls): cls.name = cls.__name__
 
 # %% ../../nbs/recipes/00_base.ipynb #6a0d7218
+@patch
+def preflight(self:Use):  # report with the property `ok`, whose text is for the user; None: the recipe has none
+    "Look at the data that `setup` will find, case by case; what was read is kept for the next `setup`."
+    return None
+
+
 @patch(cls_method=True)
 def check(cls:Use,
     path,  # file or folder
-    **options,  # of `check_options`
-):  # report with the property `ok`, whose text is for the user
+    **fields,  # of the recipe
+):  # report of `preflight`
     "Look at data before any training; raises `UserError` where the recipe has no such check."
-    raise UserError(f"{cls.__name__} has no check of data: define check()")
+    if cls.preflight is Use.preflight: raise UserError(f"{cls.__name__} has no check of data: define check()")
+    return cls(data_root=str(path), **fields).preflight()
 
 # %% ../../nbs/recipes/00_base.ipynb #b3a7f025
 @patch
