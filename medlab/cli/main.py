@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FEW', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job', 'resumed_job',
-           'loggers_of', 'train', 'predict', 'evaluate', 'export', 'one_folder', 'runs', 'check', 'lab', 'demo',
-           'selftest', 'usage', 'show_warning', 'main']
+           'loggers_of', 'train', 'parsed', 'predict', 'evaluate', 'export', 'one_folder', 'runs', 'check', 'lab',
+           'demo', 'selftest', 'usage', 'show_warning', 'main']
 
 # %% ../../nbs/cli/05_main.ipynb #d313b561
 import sys
@@ -133,7 +133,8 @@ def _say_scores(trainer):
     if v.table: print(v.table)
     if v.best and trainer.knobs.save_every:
         b = v.best
-        print(f"best {b['metric']} {b['value']:.4g} at step {b['step']}, which is kept: --best takes these weights")
+        print(f"best {b['metric']} {b['value']:.4g} at step {b['step']}, which is kept: medlab evaluate "
+            f"{trainer.path} --best and medlab predict … --best take these weights")
     if v.possible and not v.table: print(f"held-out cases were not scored; medlab evaluate {trainer.path} does")
 
 # %% ../../nbs/cli/05_main.ipynb #83526090
@@ -185,14 +186,26 @@ def train(
             lambda: loggers_of(job, rest), **knobs) as trainer:
         return _fit(trainer, job.target)
 
+# %% ../../nbs/cli/05_main.ipynb #d01ca04b
+def parsed(
+    p:jsonargparse.ArgumentParser,
+    argv,  # words after the command
+):  # what was typed
+    "Parse the words of a command; raises `UnknownName` for an option that it does not have, `UserError` for the rest."
+    known = [o for o in p._option_string_actions if o.startswith("--")]
+    try: return p.parse_args(argv)
+    except jsonargparse.ArgumentError as e:
+        typed = [w.split("=", 1)[0] for w in argv if w.startswith("--")]
+        if unknown := [w for w in typed if w not in known]: raise UnknownName("option", unknown[0], known) from e
+        raise UserError(explain(e)) from e
+
 # %% ../../nbs/cli/05_main.ipynb #e00f896e
 def _parse(p, argv, own):
     "(what was typed, what of it are options of the recipe); raises `UserError`."
     for name, (kind, default, text) in own.items():
         typed = option_type(kind) if default is None or kind is tuple else kind
         p.add_argument("--" + name, type=typed, default=default, help=text)
-    try: given = p.parse_args([*map(listed, argv)])
-    except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
+    given = parsed(p, [*map(listed, argv)])
     return given, {k: several(kind, given[k]) for k, (kind, _, _) in own.items()}
 
 
@@ -289,13 +302,13 @@ def evaluate(
     p.add_argument("--csv", type=str, help="file to write the rows into, every digit")
     _add_recipe(p)
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
-    try: a = p.parse_args(argv)
-    except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
+    a = parsed(p, argv)
     if a.csv and not Path(a.csv).resolve().parent.is_dir():
         raise UserError(f"--csv {a.csv}: the folder {Path(a.csv).resolve().parent} does not exist; make it first")
     from medlab.cli.evaluate import evaluate_run
     table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, _named(argv))
-    print(f"{a.run} at step {step}{' (best)' * a.best}, {len(table.rows)} cases of {a.data or 'the run, held out'}")
+    which = "the best that validation found" if a.best else "the newest"
+    print(f"{a.run}, weights of step {step} ({which}): {len(table.rows)} cases of {a.data or 'the run, held out'}")
     print(table)
     if a.csv: table.to_csv(a.csv)
     return 0
@@ -315,8 +328,7 @@ def export(
     p.add_argument("--step", type=int, help="of a kept checkpoint; default the newest whole one")
     p.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     _add_recipe(p)
-    try: a = p.parse_args(argv)
-    except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
+    a = parsed(p, argv)
     from medlab.export.folder import export_run
     print(export_run(a.run, a.out, a.form, a.weights, a.step, a.overwrite, _named(argv)))
     return 0
@@ -333,10 +345,12 @@ def one_folder(
 
 
 def _run_line(run):
-    "Name, recipe, state, step and mean of the last losses of a run."
-    loss = run.metrics("loss", start=run.step - 20)["loss"].value[-20:] if "loss" in run.names() else []
+    "Name, recipe, state, step and last losses of a run."
+    loss = run.metrics("loss", start=run.step - 19)["loss"].value if "loss" in run.names() else []
     line = f"{run.name:24} {run.meta.get('recipe', ['', '?'])[1]:12} {run.state:8} step {run.step:>8}"
-    return line + (f"  loss {sum(loss) / len(loss):.4g}" if len(loss) else "")
+    if not len(loss): return line
+    mean = f", mean of the last {len(loss)} steps {sum(loss) / len(loss):.4g}" if len(loss) > 1 else ""
+    return f"{line}  loss {loss[-1]:.4g}{mean}"
 
 
 def runs(argv) -> int:
@@ -403,8 +417,7 @@ def demo(argv) -> int:
     p.add_argument("--steps", type=int, help="of training, default 640")
     p.add_argument("--threads", type=int,
         help="CPU threads, default as many as there are cores, one on a busy machine")
-    try: a = p.parse_args(argv)
-    except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
+    a = parsed(p, argv)
     for name in ("steps", "threads"):
         if getattr(a, name) is not None and getattr(a, name) < 1:
             raise UserError(f"--{name} {getattr(a, name)} must be at least 1")
@@ -419,8 +432,7 @@ def selftest(argv) -> int:
     p.add_argument("--minutes", type=float, default=10.0, help="no check begins after so many")
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
     p.add_argument("--json", type=str, help="file for the findings")
-    try: a = p.parse_args(argv)
-    except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
+    a = parsed(p, argv)
     if not Path(a.folder).is_dir(): raise UserError(f"{a.folder!r} is no folder; name one on the disk of your runs")
     from medlab.cli.selftest import run_selftest
     from medlab.train.state import torch_device
@@ -435,7 +447,8 @@ def usage() -> str:
     "What `medlab` alone prints."
     lines = [f"  medlab {name:8} {f.__doc__}" for name, f in COMMANDS.items()]
     title = f"medlab {medlab.__version__}: training 3D medical-imaging models that do not fall over"
-    return "\n".join([title, *lines])
+    tab = "completion with Tab: pip install 'medlab[completion]'; eval \"$(register-python-argcomplete medlab)\""
+    return "\n".join([title, *lines, tab])
 
 
 def show_warning(message, category, filename, lineno, file=None, line=None):

@@ -91,7 +91,8 @@ def _add_run_options(p):
     p.add_argument("--recipe", type=str, help="in the place of RECIPE: its name, or FILE.py:CLASS")
     p.add_argument("--resume", type=str, help="run directory to go on with")
     p.add_argument("--steps", type=int,
-        help="train up to this step of the run, not so many more; default 1000, or the target of the resumed run")
+        help="train up to this step of the run, not so many more (in Python fit(until=…)); default 1000, or the target "
+            "of the resumed run")
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
     p.add_argument("--threads", type=int, help="CPU threads")
     p.add_argument("--use-wandb", action="store_true",

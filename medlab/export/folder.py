@@ -314,7 +314,8 @@ def _how_own(e):
         "names and shapes of its weights were compared, and no numbers: the recipe has no example_inputs()"
     return (f"`from load import load; network = load(\"cpu\")`, in this folder; needs torch, {', '.join(_needs(e))}; "
         f"no medlab. `network/{PLACE}.py` is cut out of the recipe's file; {checked}. What an input is, and what "
-        "becomes of the output, stays with the recipe." + (f" The program takes {e.program}." if "program" in e.forms else ""))
+        "becomes of the output, stays with the recipe."
+        + (f" The program takes {e.program}." if "program" in e.forms else ""))
 
 
 def readme(e:Exported) -> str:

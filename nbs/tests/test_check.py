@@ -1,6 +1,11 @@
 """`medlab check` and `medlab train` say the same; hints name options that exist; sizes; how long it will take."""
 import ast
+import contextlib
+import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nibabel as nib
@@ -9,7 +14,7 @@ import pytest
 
 import medlab
 from medlab import Run
-from medlab.cli.main import COMMANDS
+from medlab.cli.main import COMMANDS, main
 from medlab.cli.options import RECIPES, known_keys, recipe_class
 from medlab.phantoms import write_brats
 from medlab.recipes import restoration, segmentation
@@ -117,15 +122,21 @@ def hints():
 ELSEWHERE = {"error-unmatch", "ip", "port", "no-browser", "allow-root", "config_file", "bundle_root", "output", "input", "options", "option", "help", "version"}
 
 
+def help_of(*argv):
+    "What a command prints with --help."
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit): main([*argv, "--help"])
+    return out.getvalue()
+
+
 def accepted(command, option):
     "Whether a command takes an option, as its own parser says."
-    argv = dict(predict=["predict", "RUN", "IN", "OUT"], evaluate=["evaluate", "RUN"], export=["export", "RUN", "OUT"], demo=["demo"], selftest=["selftest"])
+    argv = dict(predict=["predict"], evaluate=["evaluate"], export=["export"], demo=["demo"], selftest=["selftest"])
     if command in ("train", "check"):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
         return option.replace("-", "_") in names
     if command not in argv: return False
-    status, out, err = said(*argv[command], f"--{option}", "--help")
-    return f"--{option}" in said(command, "--help")[1] or command == "predict" and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
+    return f"--{option}" in help_of(*argv[command]) or command == "predict" and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
 
 
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
@@ -157,10 +168,11 @@ def test_the_hint_test_sees_a_wrong_one():
 # sizes
 
 def test_a_size_is_below_what_is_typed(tmp_path):
-    status, out, err = said("train", "segmentation", "--size", "small", "--image-size", "16,16,16", "--filters", "4,8", "--phantoms", 4, "--run", tmp_path / "run",
+    status, out, err = said("train", "segmentation", "--size", "small", "--image-size", "16,16,16", "--filters", "4,8,8", "--phantoms", 4, "--run", tmp_path / "run",
         "--steps", 1, "--threads", 1, "--precision", "fp32")
+    assert status == 0, err
     config = Run(tmp_path / "run").meta["recipe"][2]
-    assert status == 0 and config["image_size"] == [16, 16, 16] and config["filters"] == [4, 8], err
+    assert config["image_size"] == [16, 16, 16] and config["filters"] == [4, 8, 8]
     (tmp_path / "f.yml").write_text("size: small\nphantoms: 4\n")
     assert said("check", "--recipe", "fast_ddpm", "--config", tmp_path / "f.yml", "--image-size", "16,16,16", "--threads", 1, "--precision", "fp32")[0] == 0
 
@@ -169,3 +181,27 @@ def test_a_run_says_how_long_it_takes(tmp_path):
     status, out, err = said("train", "segmentation", *TINY, "--run", tmp_path / "run", "--steps", 8)
     assert status == 0 and re.search(r"a step takes [\d.]+ s: the \d that are left take [\d.]+ s, until \d\d:\d\d on ", out), out
     assert len(Run(tmp_path / "run").events("pace")) == 1 and "--size" not in out
+
+
+# completion
+
+def completed(line, folder, tmp_path):
+    "What Tab offers for a line, in a process of its own, as a shell asks for it; and whether torch was loaded for it."
+    code = "from medlab.cli.entry import entry; entry()"
+    env = {k: v for k, v in os.environ.items()} | dict(_ARGCOMPLETE="1", COMP_LINE=line, COMP_POINT=str(len(line)), _ARGCOMPLETE_IFS="\n", _ARGCOMPLETE_SHELL="bash",
+        _ARGCOMPLETE_STDOUT_FILENAME=str(tmp_path / "offered"))
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], cwd=folder, env=env, capture_output=True, timeout=120, text=True)
+    return (tmp_path / "offered").read_text().split("\n"), "| torch\n" in done.stderr
+
+
+def test_completion(tmp_path):
+    pytest.importorskip("argcomplete", reason="argcomplete is not installed; it comes with: pip install 'medlab[completion]'")
+    for name in ("first", "second"):
+        (tmp_path / "work/runs" / name).mkdir(parents=True)
+        (tmp_path / "work/runs" / name / "run.db").touch()
+    (tmp_path / "work/mine.py").touch()
+    offered = lambda line: completed(line, tmp_path / "work", tmp_path)
+    assert offered("medlab ev")[0] == ["evaluate "] and not offered("medlab ev")[1], "without torch"
+    assert offered("medlab evaluate runs/f")[0] == ["runs/first "] and offered("medlab train --resume runs/")[0] == ["runs/first", "runs/second"]
+    assert offered("medlab train seg")[0] == ["segmentation "] and offered("medlab train m")[0] == ["mine.py "]
+    assert offered("medlab export runs/first out --form b")[0] == ["bundle "]
