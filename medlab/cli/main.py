@@ -161,9 +161,9 @@ def _fit(trainer, target):
 # %% ../../nbs/cli/05_main.ipynb #fe39e2c0
 def _source_line(recipe):
     "What is read before the first step."
-    root = getattr(recipe, "data_root", None)
-    if root is None: return f"setting up the data of {recipe.name}"
-    return f"reading and checking the cases of {root}" if root else "no data_root: synthetic cases (phantoms)"
+    if root := getattr(recipe, "data_root", None): return f"reading and checking the cases of {root}"
+    if hasattr(recipe, "phantoms"): return "no data_root: synthetic cases (phantoms)"
+    return f"setting up the data of {recipe.name}"
 
 # %% ../../nbs/cli/05_main.ipynb #8897cd6e
 def train(
@@ -376,7 +376,7 @@ def check(argv) -> int:
         raise UserError(f"check looks at what a new run would train on; leave out --resume: medlab train --resume "
             f"{rest['resume']} looks at its data before it goes on")
     job = new_job(cls, fields, rest)
-    if getattr(job.recipe, "data_root", None) == "": print("no DATA: synthetic cases (phantoms)", flush=True)
+    print(_source_line(job.recipe), flush=True)
     from medlab.cli.check import command_line, rehearse
     rehearse(job.recipe, job.run, lambda trainer: _describe(trainer, job.target, job.run), rest.get("device"),
         rest.get("threads"), **knobs)

@@ -70,5 +70,5 @@ def lines(self:Pace,
         "without validation"]
     if step < SLOW or self.trainer.device.type != "cpu": return out
     size, advice = smaller(self.trainer.recipe), "smaller networks and sizes, or a GPU, take less"
-    if size: advice = f"a new run of a smaller network: medlab train {self.trainer.recipe.name} --size {size}"
+    if size: advice = f"a new run with --size {size} trains a smaller network"
     return [*out, f"{duration(step)} a step is long, on a CPU; {advice}"]

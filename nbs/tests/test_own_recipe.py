@@ -198,6 +198,19 @@ def test_a_module_that_can_be_imported(home, monkeypatch):
     assert elsewhere("evaluate", root / "run")[0] == 0, "by its file, with the folder above the package"
 
 
+def test_check_and_debug(home):
+    "The verdict of train for a recipe of one's own: its setup, its first batch, its score; a mistake in it as train gives it."
+    root, file = home
+    status, out, err = said("check", "--recipe", f"{file}:Mine", "--threads", 1, "--debug")
+    assert status == 0 and "setting up the data of Mine" in out and "first batch: x 2×1×8×8×8" in out and "one case scored" in out, (out, err)
+    assert out.endswith(f"medlab train {file}:Mine --threads 1 --debug would start\n")
+    Path(file.replace("own_", "bad_")).write_text(Path(file).read_text().replace("dict(error=model", "3 or dict(error=model"))
+    argv = (f"{file.replace('own_', 'bad_')}:Mine", "--threads", 1, "--run", root / "bad")
+    checked, done = said("check", "--recipe", *argv), said("train", *argv, "--steps", 1)
+    assert checked[0] == done[0] == 2 and checked[2] == done[2] and "score() gave 3" in done[2], (checked, done)
+    assert trained(file, root / "run", "--debug")[0] == 0
+
+
 @pytest.mark.parametrize("argv,words", [
     ("train {file}", "which recipe of {file}? {file}:Mine"),
     ("train {file}:Min", "unknown recipe in {file} 'Min'; did you mean 'Mine'?"),
