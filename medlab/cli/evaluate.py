@@ -54,11 +54,12 @@ def evaluate_run(
     cases:int=None,  # how many at most, ≥ 1; None: all
     best:bool=False,  # the weights that validation found best; False: the newest
     device:str=None,  # torch device; None: the GPU if there is one
+    cls:type=None,  # of the run's recipe; None: as the run remembers it
 ) -> tuple:  # (`Table`, step of the weights)
     "Score cases with what a run has learned. Raises `UserError` where it has no checkpoint, or no case can be scored."
     if cases is not None and cases < 1: raise UserError(f"cases={cases} must be at least 1")
     info, faults = Run(run).meta["data"], {}
-    recipe, model, step = load_model(run, device, best)
+    recipe, model, step = load_model(run, device, best, cls)
     if data:
         recipe, names = with_other_data(recipe, data, info)
         cases = names[:cases]

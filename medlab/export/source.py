@@ -41,8 +41,12 @@ class Names(ast.NodeVisitor):
 
 # %% ../../nbs/export/01_source.ipynb #95ecaa98
 def _bound_names(node):
-    "Names that a statement binds."
+    "Names that a statement binds, also one that holds others, as `try` and `if` do."
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)): return [node.name]
+    if isinstance(node, (ast.Import, ast.ImportFrom)): return [a.asname or a.name.split(".")[0] for a in node.names]
+    if isinstance(node, (ast.If, ast.Try)):
+        inner = [s.body if isinstance(s, ast.ExceptHandler) else [s] for s in ast.iter_child_nodes(node)]
+        return [n for statements in inner for s in statements for n in _bound_names(s)]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
 
@@ -125,8 +129,10 @@ class Travellers:
     def __init__(self,
         package:str="medlab",  # whose own definitions are followed; what comes from elsewhere is imported
         instead=None,  # (module, name) → (module, name) that is taken in its place; None: the package's `patch`
+        places=None,  # further module that travels → its name in the copy; None: none
     ):
-        self.package, self.modules, self.attributes, self.waiting = package, {}, set(), []
+        self.package, self.places = package, places or {}
+        self.modules, self.attributes, self.waiting = {}, set(), []
         self.instead = instead or {("fastcore.basics", "patch"): ("medlab.export.patching", "patch")}
 
     def module(self, name):
@@ -135,8 +141,12 @@ class Travellers:
         return self.modules[name]
 
     def own(self, name):
-        "Whether a dotted name is the package or one of its modules."
-        return name == self.package or str(name).startswith(self.package + ".")
+        "Whether a dotted name is the package or one of its modules, or a further one that travels."
+        return name == self.package or str(name).startswith(self.package + ".") or name in self.places
+
+    def place(self, name):
+        "The dotted name of an own module in the copy; None for the package itself."
+        return self.places.get(name) or (name.split(".", 1)[1] if "." in name else None)
 
 # %% ../../nbs/export/01_source.ipynb #da2ebd06
 def _is_module(name):
@@ -163,15 +173,15 @@ def _need_import(self:Travellers, m, name):
     m.used.add(name)
     source, there = self.instead.get((source, there), (source, there))
     if not self.own(source): return
-    m.imports[name] = (_relative(m.name, source, there, node.names[0].asname), source, there)
+    m.imports[name] = (self._relative(m.name, source, there, node.names[0].asname), source, there)
     if _is_module(f"{source}.{there}"): self.module(f"{source}.{there}")
     else: self.need(source, there)
 
 # %% ../../nbs/export/01_source.ipynb #85267384
-def _relative(module, source, name, asname):
+@patch
+def _relative(self:Travellers, module, source, name, asname):
     "The import of another module's name as it stands in a package without a name."
-    inside = source.split(".", 1)[1] if "." in source else None
-    return ast.ImportFrom(inside, [ast.alias(name, asname)], module.count("."))
+    return ast.ImportFrom(self.place(source), [ast.alias(name, asname)], self.place(module).count(".") + 1)
 
 
 @patch
@@ -220,19 +230,35 @@ from __future__ import annotations
 '''
 
 
-def _late(text, name, package):
+def _late(text, place, package):
     "Late imports of the package's own modules, relative as those at the top are."
-    return re.sub(rf"(\s|^)from {package}\.", rf"\1from {'.' * name.count('.')}", text)
+    return re.sub(rf"(\s|^)from {package}\.", rf"\1from {'.' * (place.count('.') + 1)}", text)
 
 
 @patch
 def text(self:Module,
     note:str,  # a line on where the file comes from, and its licence
+    place:str,  # its dotted name in the copy
+    package:str="medlab",  # whose late imports become relative
 ) -> str:
     "The file of a module in the copy."
     imports = sorted({ast.unparse(self.imports[n][0]) for n in self.used}, key=lambda t: (t.startswith("from ."), t))
-    parts = [_late(s.text, self.name, self.name.split(".")[0]) for s in self.statements if s.kept]
+    parts = [_late(s.text, place, package) for s in self.statements if s.kept]
     return HEADER.format(doc=self.doc, note=note) + "\n".join(["", *imports]) + "\n\n\n" + "\n\n\n".join(parts) + "\n"
+
+# %% ../../nbs/export/01_source.ipynb #d176f6e7
+@patch
+def files(self:Travellers,
+    note:str,  # a line on where a file comes from, and its licence
+    notes=None,  # module → the same for a further module; None: none
+) -> dict:  # relative path → text
+    "The files of the copy, those that make packages of its folders included."
+    modules = [m for m in self.modules.values() if any(s.kept for s in m.statements)]
+    texts = {self.place(m.name): m.text((notes or {}).get(m.name, note), self.place(m.name), self.package)
+        for m in modules}
+    files = {Path(*place.split(".")).with_suffix(".py").as_posix(): text for place, text in texts.items()}
+    packages = {p.as_posix() for f in files for p in Path(f).parents}
+    return {f"{p}/__init__.py".removeprefix("./"): "" for p in sorted(packages)} | files
 
 # %% ../../nbs/export/01_source.ipynb #c92074bf
 def travelling_source(
@@ -246,11 +272,7 @@ def travelling_source(
         if not found.module(module).binding(name): raise KeyError(f"{module} has no definition of {name!r}")
         found.need(module, name)
         found.attributes |= {method} - {""}
-    found.close()
-    modules = [m for m in found.modules.values() if any(s.kept for s in m.statements)]
-    files = {Path(*m.name.split(".")[1:]).with_suffix(".py").as_posix(): m.text(note) for m in modules}
-    packages = {p.as_posix() for f in files for p in Path(f).parents}
-    return {f"{p}/__init__.py".removeprefix("./"): "" for p in sorted(packages)} | files
+    return found.close().files(note)
 
 
 def outside_modules(

@@ -21,7 +21,7 @@ from fastcore.basics import patch
 
 from ..contracts.batch import Batch
 from ..contracts.system import System
-from ..core import UserError, line_of, with_own_line
+from ..core import UnknownName, UserError, line_of, with_own_line
 from ..data.split import Split, patient_of, split_cases
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
@@ -162,7 +162,7 @@ class Use:
     "What a trained model is used for; the optional part of a recipe."
     name = "recipe"
     cases, split = {}, None  # what `setup` finds: name → case, and the names' `Split`; None: no evaluation
-    predict_options, check_options = {}, {}  # of the command line: name → (type, default, help)
+    predict_options = {}  # of the command line: name → (type, default, help)
     endings = (".nii", ".nii.gz")  # of the files that `write` writes
     metric = None  # what judges weights, such as "dice", or "-hd95_mm": less is better; None: the first of `score`
     baseline_from_training = False  # whether `score` fits a baseline to the training cases
@@ -173,13 +173,20 @@ class Use:
         if "name" not in vars(cls): cls.name = cls.__name__
 
 # %% ../../nbs/recipes/00_base.ipynb #6a0d7218
+@patch
+def preflight(self:Use):  # report with the property `ok`, whose text is for the user; None: the recipe has none
+    "Look at the data that `setup` will find, case by case; what was read is kept for the next `setup`."
+    return None
+
+
 @patch(cls_method=True)
 def check(cls:Use,
     path,  # file or folder
-    **options,  # of `check_options`
-):  # report with the property `ok`, whose text is for the user
+    **fields,  # of the recipe
+):  # report of `preflight`
     "Look at data before any training; raises `UserError` where the recipe has no such check."
-    raise UserError(f"{cls.__name__} has no check of data: define check()")
+    if cls.preflight is Use.preflight: raise UserError(f"{cls.__name__} has no check of data: define check()")
+    return cls(data_root=str(path), **fields).preflight()
 
 # %% ../../nbs/recipes/00_base.ipynb #b3a7f025
 @patch
@@ -237,6 +244,12 @@ def preview(self:Use,
 ) -> dict:  # column → `Volume`, `Image` or `Overlaid`, on one grid: inputs, "prediction", "truth" if known
     "One case as it is predicted now, beside what it should be; raises `UserError` where there is no preview."
     raise UserError(f"{type(self).__name__} has no preview: define previews() and preview()")
+
+# %% ../../nbs/recipes/00_base.ipynb #ab409f18
+@patch
+def example_inputs(self:Use) -> tuple:  # tensors, the arguments of one call; None: a recipe that does not say
+    "Inputs of the network, to export it with; the default says nothing."
+    return None
 
 # %% ../../nbs/recipes/00_base.ipynb #b9e2743a
 @patch
@@ -332,12 +345,24 @@ class Recipe(Use):
     optimizer:str = "AdamW"  # a class of torch.optim, see `optimizer_class`
 
     Knobs = Knobs
+    tiny = {}  # values of fields for `--debug`: seconds to the first step
+    sizes = {}  # name → values of fields that differ from the defaults, such as dict(small=dict(dim=16), base={})
     least = dict(batch_size=1, workers=0)  # smallest value of numeric fields; an integer here asks for integers
 
     def __post_init__(self):
         for name, low in self.least.items(): _check_number(name, getattr(self, name), low)
 
     def __getstate__(self): return {k: v for k, v in vars(self).items() if k != "knobs"}  # of this process
+
+# %% ../../nbs/recipes/00_base.ipynb #9b61a67d
+@patch(cls_method=True)
+def preset(cls:Recipe,
+    size:str,  # one of `sizes`
+    **fields,  # that win over those of the size
+) -> Recipe:
+    "A recipe of a named size; raises `UnknownName` for another."
+    if size not in cls.sizes: raise UnknownName(f"size of {cls.__name__}", size, cls.sizes)
+    return cls(**{**cls.sizes[size], **fields})
 
 # %% ../../nbs/recipes/00_base.ipynb #c4e93b7f
 @patch

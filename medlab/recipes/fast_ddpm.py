@@ -16,7 +16,7 @@ from ..core import UnknownName, UserError, derive_seed, generator, strict
 from ..losses.diffusion import PREDICTIONS, Schedule, add_noise, antithetic, ddim_sample, diffusion_losses
 from ..losses.diffusion import target, time_points
 from ..metrics import apply_linear, fit_linear, psnr, ssim
-from ..data.cases import BRATS, find_cases, inspect_cases, preflight
+from ..data.cases import BRATS, Report, find_cases, inspect_cases
 from ..data.modalities import ModalityDataset, Range, load_case, resize, to_volume, typical
 from ..data.cases import PhantomCase
 from ..data.split import Split, split_cases
@@ -91,6 +91,7 @@ class FastDDPM(Recipe):
     metric, baseline_from_training = "psnr", True
     tiny = dict(image_size=(16, 16, 16), channels=(8, 16), num_res_blocks=1, norm_groups=8,
         phantoms=8, limit=8)  # for --debug
+    sizes = dict(small=dict(image_size=(32, 32, 32), channels=(16, 32, 64), num_res_blocks=1, norm_groups=16), base={})
     least = Recipe.least | dict(num_res_blocks=1, norm_groups=1, points=1, limit=0, phantoms=1, cache_gb=0.0)
 
     def __post_init__(self):
@@ -130,11 +131,18 @@ def _phantom_cases(self:FastDDPM):
 
 
 @patch
-def _file_cases(self:FastDDPM):
-    "(checks of the sound cases, [[name, reason], …] of the others); raises `UserError` where none is sound."
+def _look(self:FastDDPM):
+    "The `Check` of every case, or of the first phantoms."
+    if not self.data_root: return inspect_cases(self._phantom_cases()[:4])
     needed = () if self.target == "any" else (self.target,)
     found = find_cases(self.data_root, self.names)[:self.limit or None]
-    checks = inspect_cases(found, self.resample, at_least=2, required=needed)
+    return inspect_cases(found, self.resample, at_least=2, required=needed)
+
+
+@patch
+def _file_cases(self:FastDDPM):
+    "(checks of the sound cases, [[name, reason], …] of the others); raises `UserError` where none is sound."
+    checks = vars(self).pop("_seen", None) or self._look()
     sound, bad = [c for c in checks if not c.reason], [[c.case.name, c.reason] for c in checks if c.reason]
     if not sound: raise _none_sound(self, checks, bad)
     return sound, bad
@@ -150,7 +158,7 @@ def setup(self:FastDDPM,
         cases, group = [c.case for c in checks], {}
     else:
         cases, bad, group = self._phantom_cases(), [], dict(group=str)
-        checks = inspect_cases(cases[:4])
+        checks = vars(self).pop("_seen", None) or self._look()
     self.ranges, self.cases = _typical_ranges(checks, self.modalities), {c.name: c for c in cases}
     made = Split(**split) if split else split_cases(self.cases, self.seed, self.val, self.test, **group)
     self.split = made.among(self.cases, self.data_root)
@@ -164,14 +172,11 @@ def remember(self:FastDDPM, info):
     self.split, self.cases = Split(**info["split"]), {}
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #56981464
-FastDDPM.check_options = dict(names=(dict, None, 'modality → pattern, as in {"t1n": "*_T1.nii.gz"}'),
-    resample=(bool, False, "true: differing grids are a note, not a fault"))
-
-
-@patch(cls_method=True)
-def check(cls:FastDDPM, path, **options):
-    "Every case below a folder: readable, finite, 3D, on one grid."
-    return preflight(path, **options)
+@patch
+def preflight(self:FastDDPM) -> Report:
+    "Every case: readable, finite, 3D, on one grid, with what `setup` asks for."
+    self._seen = self._look()
+    return Report(self._seen)
 
 
 @patch

@@ -134,6 +134,7 @@ class Restoration(Recipe):
     metric = "psnr"
     endings = (".png", ".tif", ".tiff", ".nii", ".nii.gz")
     tiny = dict(image_size=(32, 32), dim=8, blocks=(1, 1), refinement=1, phantoms=8, batch_size=2)  # for --debug
+    sizes = dict(small=dict(dim=16, blocks=(1, 1, 2), refinement=1), base={})
     least = Recipe.least | dict(val=0.0, test=0.0, phantoms=1, cache_gb=0.0)
 
     def __post_init__(self):
@@ -197,11 +198,16 @@ def build_optimizer(self:Restoration, params, **kw):
     return Recipe.build_optimizer(self, params, **kw)
 
 # %% ../../nbs/recipes/02_restoration.ipynb #4ebeeda1
-def _sound_pairs(recipe, found):
+def _look(recipe):
+    "(pairs by the part of the split that their folder makes, a `Check` of each)"
+    found = find_pairs(recipe.data_root, recipe.pattern) if recipe.data_root else dict(all=recipe._phantoms())
+    looked = {p.name: p for ps in found.values() for p in ps}.values() if recipe.data_root else found["all"][:2]
+    return found, inspect_pairs(looked, recipe.spatial_dims, degradation=recipe.degradation, depth=recipe.depth)
+
+
+def _sound_pairs(recipe, found, checks):
     "({name: pair that can be used}, {name: why another cannot}); raises `UserError` where none can."
     pairs = {p.name: p for ps in found.values() for p in ps}
-    looked = pairs.values() if recipe.data_root else found["all"][:2]
-    checks = inspect_pairs(looked, recipe.spatial_dims, degradation=recipe.degradation, depth=recipe.depth)
     bad = {c.case.name: c.reason for c in checks if c.reason}
     if not bad.keys() >= pairs.keys(): return {n: p for n, p in pairs.items() if n not in bad}, bad
     reasons = "; ".join(f"{n}: {r}" for n, r in list(bad.items())[:5])
@@ -213,8 +219,8 @@ def setup(self:Restoration,
     split=None,  # the split stored by an earlier segment of the run; None: make one
 ) -> dict:
     "Find, check and split the pairs, see `Recipe.setup`."
-    found = find_pairs(self.data_root, self.pattern) if self.data_root else dict(all=self._phantoms())
-    self.cases, bad = _sound_pairs(self, found)
+    found, checks = vars(self).pop("_seen", None) or _look(self)
+    self.cases, bad = _sound_pairs(self, found, checks)
     shares = dict(val=self.val, test=self.test) if "all" in found else {}
     made = Split(**split) if split else split_pairs(found, self.cases, self.seed, **shares)
     self.split = made.among(self.cases, self.data_root)
@@ -248,14 +254,11 @@ def data(self:Restoration,
 def dataset(self:Restoration): "The training pairs as crops."; return self.data(self.split.train)
 
 
-Restoration.check_options = dict(pattern=(str, "*", "of the files' names"), spatial_dims=(int, 2, "2 or 3"),
-    depth=(bool, False, "true: every pair needs a depth map"))
-
-
-@patch(cls_method=True)
-def check(cls:Restoration, path, pattern="*", **kw):
-    "Every pair below a folder."
-    return Report(inspect_pairs([p for ps in find_pairs(path, pattern).values() for p in ps], **kw))
+@patch
+def preflight(self:Restoration) -> Report:
+    "Every pair, as `setup` will see it."
+    self._seen = _look(self)
+    return Report(self._seen[1])
 
 # %% ../../nbs/recipes/02_restoration.ipynb #ad855d99
 @patch

@@ -134,6 +134,7 @@ class Segmentation(Recipe):
     name, Knobs = "segmentation", SegmentationKnobs
     metric = "dice"
     tiny = dict(image_size=(16, 16, 16), filters=(4, 8, 8), phantoms=8)  # for --debug
+    sizes = dict(small=dict(image_size=(48, 48, 48), filters=(16, 32, 64, 128)), base={})
     least = Recipe.least | dict(val=0.0, test=0.0, phantoms=1, cache_gb=0.0, tolerance=1e-6, max_distance=1e-3)
 
     def __post_init__(self):
@@ -257,7 +258,7 @@ def setup(self:Segmentation,
     split=None,  # the split stored by an earlier segment of the run; None: make one
 ) -> dict:
     "Find, check and split the cases, see `Recipe.setup`."
-    survey = _survey(self)
+    survey = vars(self).pop("_seen", None) or _survey(self)
     self.cases, self.channels = _sound_cases(self, survey), survey.channels
     self.split = (Split(**split) if split else _split(self, self.cases)).among(self.cases, self.data_root)
     self.table = survey.table_of([*self.split.train, *self.split.val, *self.split.test])
@@ -274,21 +275,10 @@ def remember(self:Segmentation, info):
     self.channels, self.cases = info["channels"], {}
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #d450b488
-Segmentation.check_options = dict(
-    labels=(tuple, None, "ids that may occur; default those that a dataset.json names, or that are found"),
-    ignore=(int, None, "id of voxels whose label nobody knows"),
-    intensity=(str, "zscore", "zscore or window"),
-    window=(tuple, (-160.0, 240.0), "intensities that become -1 and 1, for the intensity window"),
-    resample=(bool, False, "true: masks on other grids are a note, not a fault"))
-
-
-@patch(cls_method=True)
-def check(cls:Segmentation,
-    path,  # folder or list of labelled cases
-    **options,  # of `check_options`
-) -> Report:
-    "Every case below a path, and the labels that it holds; as `setup` will see them."
-    survey = _survey(cls(data_root=str(path), **options))
+@patch
+def preflight(self:Segmentation) -> Report:
+    "Every case, and the labels that it holds; as `setup` will see them."
+    survey = self._seen = _survey(self)
     for c, ids in survey.checked:
         if ids: c.say("label", f"holds {', '.join(map(str, ids))}", fatal=False)
     checks, sound = [c for c, _ in survey.checked], survey.ids()

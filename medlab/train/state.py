@@ -8,7 +8,6 @@ __all__ = ['FORMAT', 'LEARNED', 'WEIGHTS', 'torch_device', 'build_system', 'buil
            'load_model']
 
 # %% ../../nbs/train/03_state.ipynb #e7b4ce08
-import importlib
 import inspect
 import os
 import platform
@@ -25,6 +24,7 @@ from ..knobs.knobs import Knobs
 from ..memory.usage import usable_device
 from ..numerics.tf32 import read_tf32, set_tf32
 from ..recipes.base import Recipe
+from ..recipes.origin import built, stored_class, warn_changed
 from ..run.checkpoint import newest_state
 from ..run.directory import Run
 from ..run.older_names import current
@@ -211,17 +211,20 @@ def environment(
 def recipe_of(
     path,  # run directory
     trust=(),  # further modules whose classes may be built; what stands in a run directory is code to nobody else
+    cls:type=None,  # its class, as its user named it; None: medlab's, or the one that a run made here remembers
 ) -> Recipe:
-    "The recipe of a run. Raises `UserError` where it is not one of medlab's, or of a module that is trusted."
-    stored = Run(path).meta.get("recipe")
-    if not stored:
+    """The recipe of a run, with a warning where its source has changed. Raises `UserError` where the class cannot be
+    loaded, see `stored_class`, or does not take the stored configuration."""
+    meta = Run(path).meta
+    if not (stored := meta.get("recipe")):
         raise UserError(f"{str(path)!r} holds no run yet: its process died before the first step; remove it, or train "
             "into another directory")
-    module, name, config = stored
-    if not module.startswith("medlab.recipes.") and module not in trust:
-        raise UserError(f"the run's recipe {name} is not one of medlab's; build it and use Trainer(recipe, run, "
-            "resume=True)")
-    return getattr(importlib.import_module(module), name)(**config)
+    origin = meta.get("origin", {})
+    if cls and cls.__name__ != stored[1]:
+        raise UserError(f"{path} is a run of {stored[1]}, not of {cls.__name__}; name that class, or leave it out")
+    cls = cls or stored_class(path, stored, origin, trust)
+    warn_changed(cls, origin, path)
+    return built(cls, stored[2], path)
 
 # %% ../../nbs/train/03_state.ipynb #72a42c48
 WEIGHTS = ("auto", "ema", "raw")
@@ -258,9 +261,10 @@ def load_model(
     path,  # run directory
     device="cpu",
     best:bool=False,  # the weights that validation found best; False: the newest
+    cls:type=None,  # of the recipe, see `recipe_of`
 ) -> tuple:  # (recipe, model in evaluation mode with the averaged weights where there are any, iteration)
     "What a run has learned so far, with TF32 as it had it; raises `UserError` where it has no whole checkpoint."
-    recipe, device = recipe_of(path), torch_device(device)
+    recipe, device = recipe_of(path, cls=cls), torch_device(device)
     recipe.remember(Run(path).meta["data"])
     state, reasons = newest_state(path, best=best)
     if state is None and best and not reasons:

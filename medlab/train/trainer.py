@@ -40,6 +40,7 @@ from ..memory.usage import Memory, on_device
 from ..memory.watch import MemoryWatch
 from ..parallel.replicas import replicas_here
 from ..recipes.base import Recipe
+from ..recipes.origin import changed_source, keep_source, origin_of
 from ..run.directory import Run
 from ..run.writer import ASIDE, RunWriter, check_place, move_aside, stored_meta
 from ..step.device import decisions_for, log_every_on
@@ -158,7 +159,10 @@ def _assemble(self:Trainer, stored, knobs, aside):
     self.validation = Validation(self.recipe, self.knobs, self._scores, self.telemetry.put, self._report,
         self.step.replicas.size == 1, stored.get("best"))
     self.telemetry.more = lambda: self.validation.shown
-    if stored: self.saver.resume(stored, self.set)
+    if stored:
+        self.saver.resume(stored, self.set)
+        text = changed_source(type(self.recipe), stored.get("origin", {}), self.path)
+        if text: self._report("source", text, "warning")
     if stored and knobs: self.set(**knobs)
     if not stored: self._introduce()
     self.saver.open_segment()
@@ -171,11 +175,14 @@ def config_about(
     recipe:Recipe,
 ) -> str:  # lines
     "What stands above the configuration of a run: how it is used again, or why the command cannot."
-    name, module = type(recipe).__name__, type(recipe).__module__
+    name, origin = type(recipe).__name__, origin_of(type(recipe))
     lines = ["The configuration this run began with; later changes of knobs are in its log: Run(…).changes()."]
-    if module.startswith("medlab.recipes."):
-        return "\n".join([*lines, f"Again: medlab train {recipe.name} --config config.yml --run ANOTHER --steps N"])
-    return "\n".join([*lines, f"The recipe {name} is of {module} and unknown to the command line; in Python",
+    again = lambda what: f"Again: medlab train {what} --config config.yml --run ANOTHER --steps N"
+    if not origin: return "\n".join([*lines, again(recipe.name)])
+    if origin["module"] != "__main__":
+        return "\n".join([*lines, again(f"{origin['file'] or origin['module']}:{origin['qualname']}")])
+    return "\n".join([*lines, f"The recipe {name} is of a notebook or a script and unknown to the command line, until",
+        f"its class lies in a file: medlab train FILE.py:{name} --config …; in Python",
         f"Trainer({name}(**fields), ANOTHER, **knobs) takes what stands here"])
 
 # %% ../../nbs/train/10_trainer.ipynb #c6be3de9
@@ -184,8 +191,9 @@ def _introduce(self:Trainer):
     "Describe a new run."
     r = self.recipe
     self.writer.write_config({**r.config(), **self.knobs.values()}, config_about(r))
+    keep_source(type(r), self.path)
     self.writer.set_meta(created=time.time(), data=self.info, knobs=self.knobs.values(),
-        recipe=[type(r).__module__, type(r).__name__, r.config()])
+        recipe=[type(r).__module__, type(r).__name__, r.config()], origin=origin_of(type(r)))
 
 # %% ../../nbs/train/10_trainer.ipynb #67c35a6b
 def set_up_notices(

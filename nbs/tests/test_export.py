@@ -265,10 +265,13 @@ class Own(Segmentation):
     "A recipe of one's own, with a field that YAML has no words for."
 
 
-def test_the_config_of_a_recipe_of_ones_own_says_so(tmp_path):
+def test_the_config_of_a_recipe_of_ones_own_says_so(tmp_path, monkeypatch):
     with Trainer(Own(**Segmentation.tiny), tmp_path / "own", device="cpu", threads=1): pass
     text = (tmp_path / "own/config.yml").read_text()
-    assert "unknown to the command line" in text and yaml.safe_load(text)["phantoms"] == 8
+    assert f"medlab train {__file__}:Own --config" in text and yaml.safe_load(text)["phantoms"] == 8
+    monkeypatch.setattr(Own, "__module__", "__main__")
+    with Trainer(Own(**Segmentation.tiny), tmp_path / "cell", device="cpu", threads=1): pass
+    assert "unknown to the command line, until\n# its class lies in a file" in (tmp_path / "cell/config.yml").read_text()
 
 
 def test_the_csv_of_a_run(trained):

@@ -201,14 +201,16 @@ def test_checkpointing_of_networks_that_have_it_or_cannot(make):
     assert t.fit(2, progress=False).run.changes()[0].state == "reverted" and not t.knobs.activation_checkpointing
 
 
-def test_a_recipe_of_ones_own_goes_on_in_a_process(make):
-    "Its module is found where this process finds it; a run directory alone makes nobody import it."
+def test_a_recipe_of_ones_own_goes_on_in_a_process(make, monkeypatch):
+    "Its module is found where this process finds it; a run directory that this user did not make makes nobody import it."
     t = make().fit(2, progress=False)
     run = t.start(process=True, until=40)
     end = time.monotonic() + 60
     while run.state != "done": assert time.monotonic() < end and run.state not in ("failed", "killed"), (run.path / "process.log").read_text(); time.sleep(0.05)
     assert run.step == 40 and run.meta["recipe"][:2] == ["test_trainer", "Toy"]
-    with pytest.raises(UserError, match="not one of medlab's"): Trainer.open(run.path)
+    Trainer.open(run.path).close()
+    monkeypatch.setenv("XDG_STATE_HOME", str(run.path))
+    with pytest.raises(UserError, match="not one of medlab's: the run was made by another user or elsewhere"): Trainer.open(run.path)
 
 
 def test_weight_decay_that_the_optimizer_lacks(make):

@@ -1,0 +1,285 @@
+"""A recipe of one's own in the hands of the commands: named by its file, remembered by its run, and nobody else's code executed."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from medlab import Run, Trainer
+from medlab.core import UserError
+from medlab.recipes.base import Recipe
+from medlab.run.store import Store
+from test_cli import MEDLAB, said
+
+CODE = '''"""A recipe of somebody's own."""
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from medlab import Knobs, Real, Recipe
+from medlab.data.volume import Volume, read_volume
+from helpers_of_{stem} import WIDTH
+
+HIDDEN = 5
+
+
+class Block(torch.nn.Module):
+    "A network of its own."
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Conv3d(1, hidden, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv3d(hidden, 1, 3, padding=1))
+        self.scale = torch.nn.Parameter(torch.full((width,), 0.5))
+    def forward(self, x): return self.body(x) * self.scale.mean()
+
+
+@dataclass
+class Mine(Recipe):
+    "Volumes of noise, made smooth."
+    data_root: str = ""  # folder of volumes
+    hidden: int = 5  # channels
+    shape: tuple = (8, 8, 8)  # voxels (z, y, x)
+
+    def setup(self, split=None):
+        self.cases = {{f"case-{{i}}": i for i in range(10)}}
+        return self.divide(self.cases, split, val=0.2, test=0.2)
+
+    def sample(self, name): return torch.randn((1, *self.shape), generator=torch.Generator().manual_seed(self.cases[name]))
+    def dataset(self): return [dict(case=n, x=self.sample(n)) for n in self.split.train]
+    def build_model(self): return Block(WIDTH, self.hidden)
+    def losses(self, model, batch): return dict(loss=(model(batch["x"]) - batch["x"].mean((2, 3, 4), keepdim=True)).square().flatten(1).mean(1))
+    def score(self, model, name): return dict(error=model(self.sample(name)[None]).square().mean().item())
+
+    def find(self, path):
+        class Case: name, file = "one", str(path)
+        return [Case]
+
+    def predict(self, model, case):
+        volume = read_volume(case.file)
+        made = model(torch.from_numpy(volume.data.astype(np.float32))[None, None])[0, 0]
+        return Volume(made.numpy(), volume.affine, "smooth", volume.grid)
+'''
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    "A folder with a recipe in a file of its own name, its neighbour, and a user's state of its own."
+    stem = "own_" + re.sub(r"\W", "_", tmp_path.name)
+    (tmp_path / f"{stem}.py").write_text(CODE.format(stem=stem))
+    (tmp_path / f"helpers_of_{stem}.py").write_text("WIDTH = 3\n")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path, f"{tmp_path / stem}.py"
+
+
+def trained(file, run, *more):
+    "A run of two steps by the command."
+    result = said("train", f"{file}:Mine", "--run", run, "--steps", 2, "--threads", 1, "--precision", "fp32", *more)
+    assert result[0] == 0, result
+    return result
+
+
+def elsewhere(*argv, **env):
+    "The command in a process of its own, in another folder."
+    env = {k: v for k, v in os.environ.items()} | env
+    done = subprocess.run([MEDLAB, *map(str, argv)], capture_output=True, text=True, cwd="/", env=env, timeout=200)
+    return done.returncode, done.stdout, done.stderr
+
+
+def volume(path):
+    import nibabel as nib
+    import numpy as np
+    nib.save(nib.Nifti1Image(np.random.default_rng(0).normal(size=(8, 8, 8)).astype(np.float32), np.eye(4)), path)
+    return path
+
+
+def test_the_commands_find_what_the_run_remembers(home):
+    "Evaluate, predict and resume in other processes, with nothing named; and the run has hash and source."
+    root, file = home
+    status, out, _ = trained(file, root / "run", "--hidden", 4)
+    assert "Mine in " in out and "cases: train 6, val 2, test 2" in out and "done at step 2" in out
+    origin = Run(root / "run").meta["origin"]
+    assert origin["file"] == str(Path(file).resolve()) and origin["qualname"] == "Mine" and len(origin["sha256"]) == 64
+    assert (root / "run/recipe.py").read_text() == Path(file).read_text()
+    assert f"medlab train {Path(file).resolve()}:Mine --config" in (root / "run/config.yml").read_text()
+    status, out, err = elsewhere("evaluate", root / "run")
+    assert status == 0 and "4 cases of the run, held out" in out and not err, (out, err)
+    status, out, err = elsewhere("predict", root / "run", volume(root / "one.nii.gz"), root / "made.nii.gz")
+    assert status == 0 and (root / "made.nii.gz").exists(), (out, err)
+    status, out, err = elsewhere("train", "--resume", root / "run", "--steps", 3, "--threads", 1)
+    assert status == 0 and "step 2 → 3" in out and not err, (out, err)
+    status, out, err = said("train", f"{file}:Mine", "--config", root / "run/config.yml", "--run", root / "again", "--steps", 1, "--threads", 1)
+    assert status == 0 and Run(root / "again").meta["recipe"][2]["hidden"] == 4, err
+
+
+def test_a_changed_source_is_said_with_both_hashes(home):
+    root, file = home
+    trained(file, root / "run")
+    then = Run(root / "run").meta["origin"]["sha256"]
+    Path(file).write_text(Path(file).read_text() + "\n# another line\n")
+    status, out, err = elsewhere("evaluate", root / "run")
+    assert status == 0 and err.count("is not the source that") == 1 and then[:12] in err and "recipe.py is what it was" in err, err
+    status, out, err = elsewhere("train", "--resume", root / "run", "--steps", 3, "--threads", 1)
+    assert status == 0 and [e.level for e in Run(root / "run").events("source")] == ["warning"], (out, err)
+
+
+def test_a_file_that_moved_is_named(home):
+    "The run says what it looked for and where its copy lies; --recipe takes any place, also the copy."
+    root, file = home
+    trained(file, root / "run")
+    (root / "moved").mkdir()
+    for f in root.glob("*own_*.py"): f.rename(root / "moved" / f.name)
+    status, out, err = elsewhere("evaluate", root / "run")
+    assert status == 2 and "neither is the module" in err and f"--recipe {root}/run/recipe.py:Mine" in err and err.count("\n") == 1, err
+    moved = root / "moved" / Path(file).name
+    assert elsewhere("evaluate", root / "run", "--recipe", f"{moved}:Mine")[0] == 0
+    status, out, err = elsewhere("evaluate", root / "run", "--recipe", f"{moved}:Block")
+    assert status == 2 and "is a type and must be a subclass of medlab.Recipe; recipes there: Mine" in err
+
+
+def test_nobody_elses_code_is_executed(home):
+    "A directory that was sent, by whatever hostile hand: refused by every command, and the file is not executed."
+    root, file = home
+    trained(file, root / "run")
+    mark = root / "executed"
+    Path(file).write_text(f"open({str(mark)!r}, 'w')\n" + Path(file).read_text())
+    status, out, err = elsewhere("evaluate", root / "run", XDG_STATE_HOME=str(root / "other"))
+    assert status == 2 and "was made by another user or elsewhere" in err and f"--recipe {Path(file).resolve()}:Mine" in err, err
+    assert not mark.exists()
+    store = Store(root / "run/run.db")
+    store.set_meta(recipe=["subprocess", "Popen", dict(args=["touch", str(mark)])]).result()
+    store.close()
+    for argv in (("evaluate", root / "run"), ("predict", root / "run", root, root / "o"), ("export", root / "run", root / "o"), ("train", "--resume", root / "run")):
+        status, out, err = said(*argv)
+        assert "Popen" not in err or status == 2, (argv, err)
+    assert not (root / "o").exists()
+    store = Store(root / "run/run.db")
+    store.set_meta(origin=dict(module="subprocess", qualname="Popen", file="", signature="0" * 64)).result()
+    store.close()
+    with pytest.raises(UserError, match="not one of medlab's"): Trainer.open(root / "run")
+    assert not mark.exists()
+
+
+class Local(Recipe):
+    "A recipe of this file."
+    def build_model(self): return torch.nn.Linear(1, 1)
+    def dataset(self): return [dict(x=torch.ones(1), case="one")] * 4
+    def losses(self, model, batch): return dict(loss=model(batch["x"]).square().mean(1))
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_a_class_of_a_notebook_or_a_script_says_how_it_becomes_loadable(home, script):
+    root, file = home
+    text = Path(file).read_text() + f"""
+from medlab import Trainer
+with Trainer(Mine(), {str(root / 'run')!r}, device="cpu", threads=1, precision="fp32") as t: t.fit(1, progress=False)
+"""
+    (root / "script.py").write_text(text)
+    words = [str(root / "script.py")] if script else ["-c", f"import sys; sys.path.insert(0, {str(root)!r})\n{text}"]
+    subprocess.run([sys.executable, *words], check=True, capture_output=True, timeout=200)
+    status, out, err = elsewhere("evaluate", root / "run")
+    what = f"was defined in the script {(root / 'script.py').resolve()}" if script else "was defined in a notebook or at a prompt"
+    assert status == 2 and what in err and "put" in err and "into a file" in err and "--recipe FILE.py:Mine" in err and err.count("\n") == 1, err
+    assert elsewhere("evaluate", root / "run", "--recipe", f"{file}:Mine")[0] == 0, "what the sentence says is true"
+
+
+def test_a_module_that_can_be_imported(home, monkeypatch):
+    "package.module:CLASS, also from the working directory."
+    root, file = home
+    (root / "pack_here").mkdir()
+    (root / "pack_here/__init__.py").write_text("")
+    shutil.copy(file, root / "pack_here/lines.py")
+    monkeypatch.chdir(root)
+    status, out, err = said("train", "pack_here.lines:Mine", "--run", root / "run", "--steps", 1, "--threads", 1)
+    assert status == 0 and Run(root / "run").meta["recipe"][0] == "pack_here.lines", err
+    assert elsewhere("evaluate", root / "run")[0] == 0, "by its file, with the folder above the package"
+
+
+def test_check_and_debug(home):
+    "The verdict of train for a recipe of one's own: its setup, its first batch, its score; a mistake in it as train gives it."
+    root, file = home
+    status, out, err = said("check", "--recipe", f"{file}:Mine", "--threads", 1, "--debug")
+    assert status == 0 and "setting up the data of Mine" in out and "first batch: x 2×1×8×8×8" in out and "one case scored" in out, (out, err)
+    assert out.endswith(f"medlab train {file}:Mine --threads 1 --debug would start\n")
+    Path(file.replace("own_", "bad_")).write_text(Path(file).read_text().replace("dict(error=model", "3 or dict(error=model"))
+    argv = (f"{file.replace('own_', 'bad_')}:Mine", "--threads", 1, "--run", root / "bad")
+    checked, done = said("check", "--recipe", *argv), said("train", *argv, "--steps", 1)
+    assert checked[0] == done[0] == 2 and checked[2] == done[2] and "score() gave 3" in done[2], (checked, done)
+    assert trained(file, root / "run", "--debug")[0] == 0
+
+
+@pytest.mark.parametrize("argv,words", [
+    ("train {file}", "which recipe of {file}? {file}:Mine"),
+    ("train {file}:Min", "unknown recipe in {file} 'Min'; did you mean 'Mine'?"),
+    ("train {file}:Mine --hiden 3", "did you mean '--hidden'"),
+    ("train {file}:Mine --size small", "unknown option '--size'"),
+    ("train {file}:Mine --recipe {file}:Mine", "two recipes"),
+    ("train none.py:Mine", "none.py does not exist; name a file"),
+    ("train segmentatoin", "FILE.py:CLASS"),
+    ("train --recipe", "--recipe needs a value"),
+    ("evaluate {root}/run --recipe segmentation", "is a run of Mine, not of Segmentation"),
+    ("train fast_ddpm --resume {root}/run", "is a run of Mine, not of fast_ddpm"),
+])
+def test_mistakes(home, argv, words):
+    root, file = home
+    if "{root}/run" in argv: trained(file, root / "run")
+    put = lambda text: text.replace("{file}", file).replace("{root}", str(root))
+    status, out, err = said(*put(argv).split())
+    assert status == 2 and put(words) in err and err.count("\n") == 1 and err.startswith("medlab: "), err
+
+
+def test_medlabs_own_recipes_are_as_before(tmp_path):
+    assert said("train", "segmentation", "--debug", "--steps", 1, "--threads", 1, "--run", tmp_path / "run")[0] == 0
+    assert Run(tmp_path / "run").meta["origin"] == {} and not (tmp_path / "run/recipe.py").exists()
+    assert said("evaluate", tmp_path / "run")[0] == 0
+
+
+EXPORTED = """
+import sys
+sys.path.insert(0, {out!r})
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("medlab", "fastcore", "traitlets", {stem!r}): raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import torch
+from load import load
+network = load()
+torch.manual_seed(0)
+with torch.no_grad(): torch.save(network(torch.randn(1, 1, 8, 8, 8)), {made!r})
+"""
+
+
+def numbers(root, stem):
+    "What the exported network gives where there is no medlab, and what the trainer's gives."
+    code = EXPORTED.format(out=str(root / "out"), stem=stem, made=str(root / "made.pt"))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, cwd="/")
+    from medlab.train.state import load_model
+    _, model, _ = load_model(root / "run")
+    torch.manual_seed(0)
+    with torch.no_grad(): return torch.load(root / "made.pt"), model(torch.randn(1, 1, 8, 8, 8))
+
+
+def test_the_network_of_ones_own_leaves_with_its_code(home):
+    root, file = home
+    stem = Path(file).stem
+    inside = Path(file).read_text().replace(f"from helpers_of_{stem} import WIDTH", "WIDTH = 3")
+    Path(file).write_text(inside)
+    trained(file, root / "run", "--hidden", 4)
+    status, out, err = said("export", root / "run", root / "out")
+    assert status == 0 and "safetensors; the raw weights of step 2" in out and "define Mine.example_inputs()" in out, (out, err)
+    assert "no numbers" in (root / "out/docs/README.md").read_text()
+    a, b = numbers(root, stem)
+    assert torch.equal(a, b) and a.std() > 0
+    status, out, err = said("export", root / "run", root / "bundle", "--form", "bundle")
+    assert status == 2 and "a bundle predicts from files" in err and not (root / "bundle").exists()
+
+
+def test_a_network_that_lies_elsewhere_is_refused(home):
+    root, file = home
+    trained(file, root / "run")
+    status, out, err = said("export", root / "run", root / "out")
+    assert status == 2 and f"it needs helpers_of_{Path(file).stem}, which lies beside" in err and "that file alone travels" in err, err
+    assert err.count("\n") == 1 and not (root / "out").exists()
