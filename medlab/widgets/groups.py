@@ -139,7 +139,8 @@ class Source:
         trainer=None,  # of the run, where it is of this kernel
     ):
         self.name, self.groups, self.ticks = name, groups, {g.ticks for g in groups}
-        self.status, self._own, self.fault = status or RunState(trainer), status is None, ""  # fault: why it cannot be read
+        self.status, self._own = status or RunState(trainer), status is None
+        self.fault = ""  # why it cannot be read; "": it can
         self.sent = None  # the `View` that a page was sent
         self.held, self.named = None, {}  # the metrics that are held; those of each group
         wanted = lambda name: name in self.ticks or any(g.takes(name) for g in groups)

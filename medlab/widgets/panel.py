@@ -215,7 +215,8 @@ def _send_new(self:Panel, older):
 def _send_head(self:Panel):
     m = self._monitor
     telemetry = {k: json_safe(m.telemetry.get(name)) for k, name in HEAD.items()}
-    self._messages.send_new("head", state=m.status.shown, target=json_safe(m.target), device=m.environment.get("device"),
+    device = m.environment.get("device")
+    self._messages.send_new("head", state=m.status.shown, target=json_safe(m.target), device=device,
         precision=m.values.get("precision"), **telemetry)
 
 # %% ../../nbs/widgets/10_panel.ipynb #7de1b970

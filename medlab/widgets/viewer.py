@@ -55,9 +55,10 @@ SIDES = ("lm", "rm", "md", "ma")  # where a letter is held: at the left, at the 
 def _resized(plane, mm, sides, scale):
     height, width = (max(1, round(n * scale)) for n in mm)
     image = Pillow.fromarray(plane).resize((width, height), Pillow.Resampling.NEAREST)
-    for letter, x, y, anchor in zip(sides, (3, width - 3, width / 2, width / 2), (height / 2,) * 2 + (height - 2, 2), SIDES):
+    places = (3, height / 2), (width - 3, height / 2), (width / 2, height - 2), (width / 2, 2)
+    for letter, at, anchor in zip(sides, places, SIDES):
         style = dict(anchor=anchor, fill="white", stroke_width=1, stroke_fill="black")
-        ImageDraw.Draw(image).text((x, y), letter, font=ImageFont.load_default(12), **style)
+        ImageDraw.Draw(image).text(at, letter, font=ImageFont.load_default(12), **style)
     return image
 
 # %% ../../nbs/widgets/04_viewer.ipynb #b349535d
@@ -417,7 +418,8 @@ def _repr_mimebundle_(self:Viewer, **kwargs):
 def _ipython_display_(self:Viewer, **kwargs):
     "The planes and the live widget as two outputs, see `Still`."
     self.tell_all()
-    if self._still is None: self._still = Still(self, lambda ref=weakref.ref(self): as_html(ref().picture(), repr(ref())))
+    ref = weakref.ref(self)
+    if self._still is None: self._still = Still(self, lambda: as_html(ref().picture(), repr(ref())))
     self._still.show()
 
 # %% ../../nbs/widgets/04_viewer.ipynb #cd780198

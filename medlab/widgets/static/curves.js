@@ -242,6 +242,7 @@ function view({ model, el, kept }) {
       p.box.hidden = one; p.fold.hidden = !p.still;
       if (one) chips.push(chip(p));
     }
+    root.dataset.many = S.panels.filter(p => !p.box.hidden).length > 6;
     if (folded.dataset.said !== JSON.stringify(chips)) { folded.dataset.said = JSON.stringify(chips); folded.replaceChildren(...chips.map(([title, text]) => unfold(title, text))) }
     folded.hidden = !chips.length;
   }
@@ -434,8 +435,8 @@ function view({ model, el, kept }) {
     }
   }
 
-  function labels({ g, p, x, X, box }) {  // in the first row of panels; elsewhere of the line under the cursor
-    const row = p.box.offsetTop === lead().box.offsetTop;
+  function labels({ g, p, x, X, box }) {  // in the first row of panels, where they are high; elsewhere of the line under the cursor
+    const row = box.b - box.t > 80 && p.box.offsetTop === lead().box.offsetTop;  // in a low panel they would hide the curve
     let free = -Infinity;
     g.font = `${FONT}px ${colours.font}`;
     for (const m of visible(x)) {

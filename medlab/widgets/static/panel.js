@@ -121,6 +121,7 @@ body[data-jp-theme-light="false"] .medlab-panel { --mp-brand: #64b5f6; --mp-on: 
   .mp-buttons { grid-template-columns: repeat(3, minmax(0, 1fr)) }
   .mp-until { height: 42px; padding-top: 6px }
   .mp-unit { display: none }
+  .mp-bartop select { flex-basis: 92px }
 }
 @media (prefers-reduced-motion: no-preference) { .mp-switch::after { transition: left .12s } }`;
 

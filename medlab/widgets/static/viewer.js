@@ -18,7 +18,7 @@ const CSS = `
 .medlab-viewer .mv-group { display: inline-flex; align-items: center; gap: 4px; max-width: 100%; }
 .medlab-viewer .mv-right { margin-left: auto; }
 .medlab-viewer button, .medlab-viewer select, .medlab-viewer input[type=number] { font: inherit; color: var(--fg); background: var(--bg); border: 1px solid var(--line); border-radius: 3px; height: 24px; padding: 0 7px; margin: 0; }
-.medlab-viewer select { max-width: 106px; padding: 0 2px; }
+.medlab-viewer select { max-width: 118px; padding: 0 2px; }
 .medlab-viewer input[type=number] { width: 52px; padding: 0 3px; appearance: textfield; }
 .medlab-viewer input::-webkit-inner-spin-button { appearance: none; margin: 0; }
 .medlab-viewer input[type=checkbox] { margin: 0; accent-color: var(--accent); }
@@ -427,7 +427,7 @@ function view({ model, el, arrays, listeners }) {
   function size() {  // all planes at one scale, in their proportions in mm
     if (!width) return;
     const s = mm(), n = shape(), shown = panelsShown(), wide = shown.map(p => n[p.right] * s[p.right]), high = shown.map(p => n[p.up] * s[p.up]), gap = 6, count = scene.volumes.length, sum = a => a.reduce((x, y) => x + y, 0), top = Math.max;
-    const room = width - 6, tall = count > 1 && shown.length > 1 ? 1.7 * scene.height : scene.height;
+    const room = width - 6, high0 = parseFloat(getComputedStyle(root).getPropertyValue("--medlab-viewer-height")) || scene.height, tall = count > 1 && shown.length > 1 ? 1.7 * high0 : high0;  // a lab says how high
     const rows = Math.min((room - gap * (shown.length - 1)) / sum(wide), tall / count / top(...high)), columns = Math.min((room - gap * (count - 1)) / count / top(...wide), tall / sum(high));
     const stacked = count === 1 || rows > columns, ratio = window.devicePixelRatio || 1;  // a row for each volume, or a column
     ui.scale = top(rows, columns); if (count === 1) ui.scale = rows;
