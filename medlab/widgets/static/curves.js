@@ -1,5 +1,5 @@
 // Curves of one or several runs. The kernel sends what is to be drawn over the visible steps; nothing is kept in the notebook.
-// Names and texts of runs reach the page through textContent and fillText only.
+// Names and texts of runs reach the page through textContent and fillText only. life.js, which stands before this, says whether the kernel speaks.
 //
 // From the kernel:  spec {groups: [{title, log, names, ticks}], runs: [name], labels: {name: label}, smooth}
 //                   data {run, x: [first, last], range, request, last, series: [[name, kind, pairs, marks, last value]]} + float32 pairs
@@ -10,7 +10,7 @@
 const LIGHT = ["#2368a8", "#c2570c", "#2e8540", "#7a4bb0", "#b3325a", "#1f8a99"], DARK = ["#6cb2f5", "#f5a55a", "#7ed492", "#c09df0", "#f58aa4", "#66cfdd"];
 const TONES = { light: { error: "#d62728", warning: "#b36b00", info: "#6b7280", change: "#7a4bb0" }, dark: { error: "#ff6b6b", warning: "#f0b040", info: "#9aa3b2", change: "#c09df0" } };
 const DASHES = [[], [6, 3], [2, 2], [9, 3, 2, 3]], FLAG = [[1, "NaN"], [2, "+inf"], [4, "−inf"], [8, "no value"]];
-const HEIGHT = 144, PAD = { left: 52, right: 10, top: 8, bottom: 20 }, LONG = 11;  // pixels; characters of a name that has a row of the legend to itself
+const FONT = 11, PAD = { left: 52, right: 10, top: 8, bottom: 20 };  // pixels
 
 const CSS = `
 .medlab-curves { --mc-bg: var(--jp-layout-color0, #fff); --mc-fg: var(--jp-ui-font-color1, #222); --mc-muted: var(--jp-ui-font-color2, #666); --mc-line: var(--jp-border-color2, #ddd);
@@ -23,25 +23,26 @@ const CSS = `
 .mc-number { display: inline-block; min-width: 4ch; text-align: right; font-variant-numeric: tabular-nums }
 .mc-note { height: 18px; overflow: hidden; white-space: nowrap; text-overflow: ellipsis; color: var(--mc-muted); font-variant-numeric: tabular-nums }
 .mc-note.mc-bad { color: var(--jp-error-color1, #c62828) }
-.mc-grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(310px, 100%), 1fr)); gap: 8px 20px; margin-top: 4px }
+.medlab-curves [hidden] { display: none !important }
+.mc-folded { display: flex; flex-wrap: wrap; gap: 2px 6px; margin: 2px 0 0 -4px }
+.mc-grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(var(--medlab-curve-width, 310px), 100%), 1fr)); gap: 8px 20px; margin-top: 4px }
 .mc-panel { min-width: 0 }
 .mc-head { display: flex; align-items: baseline; gap: 8px; height: 22px }
 .mc-title { font-weight: 600; white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
 .mc-say { flex: 1; min-width: 0; color: var(--mc-muted); font-size: 11px; white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
-.mc-panel canvas { display: block; width: 100%; height: ${HEIGHT}px; cursor: crosshair; touch-action: pan-y; outline-offset: 1px }
-.mc-legend { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 2px 8px; min-height: 22px; margin-left: -4px; white-space: nowrap }
+.mc-panel canvas { display: block; width: 100%; height: var(--medlab-curve-height, 144px); cursor: crosshair; touch-action: pan-y; outline-offset: 1px }
+.mc-legend { display: flex; flex-wrap: wrap; gap: 2px 8px; min-height: 22px; margin-left: -4px; white-space: nowrap }
 .medlab-curves button { font: inherit; color: inherit; background: none; border: 1px solid transparent; border-radius: 3px; padding: 0 4px; cursor: pointer; white-space: nowrap; height: 20px; display: inline-flex; align-items: center; gap: 5px; max-width: 40ch }
 .medlab-curves button:hover:enabled { border-color: var(--mc-line) }
 .medlab-curves button.mc-plain { border-color: var(--mc-line); padding: 0 8px }
 .medlab-curves button:disabled { opacity: .45; cursor: default }
 .medlab-curves button[aria-pressed=false] { opacity: .45 }
 .medlab-curves :focus-visible { outline: 2px solid var(--mc-brand) }
-.mc-legend button { max-width: 100%; min-width: 0; justify-self: start }
-.mc-legend .mc-long { grid-column: 1 / -1 }
+.mc-legend button { max-width: 100%; min-width: 0; }
 .mc-name { overflow: hidden; text-overflow: ellipsis }
 .mc-swatch { flex: none; width: 14px; height: 0; border-top: 2.5px solid }
 .mc-value, .mc-state { color: var(--mc-muted); font-variant-numeric: tabular-nums }
-.mc-value { min-width: 7ch; text-align: left }`;
+.mc-value { min-width: 6.5ch; text-align: left }`;
 
 function make(tag, name, text) {
   const e = document.createElement(tag);
@@ -132,8 +133,8 @@ function memory() {
 }
 
 function view({ model, el, kept }) {
-  const S = { spec: null, runs: [], marks: [], status: [], note: "", range: null, asked: null, hidden: new Set(), log: {}, smooth: 0, cursor: null, drag: null, panels: [], count: 0 };
-  const root = make("div", "medlab-curves"), style = make("style"), bar = make("div", "mc-bar"), note = make("div", "mc-note"), grid = make("div", "mc-grid");
+  const S = { spec: null, runs: [], marks: [], status: [], note: "", range: null, asked: null, hidden: new Set(), unfolded: new Set(), log: {}, smooth: 0, cursor: null, drag: null, panels: [], count: 0 };
+  const root = make("div", "medlab-curves"), style = make("style"), bar = make("div", "mc-bar"), note = make("div", "mc-note"), folded = make("div", "mc-folded"), grid = make("div", "mc-grid");
   style.textContent = CSS;
   root.setAttribute("role", "group"); root.setAttribute("aria-label", "Curves of training runs");
   note.setAttribute("role", "status");
@@ -142,7 +143,8 @@ function view({ model, el, kept }) {
   slider.setAttribute("aria-label", "Smoothing: weight of the moving average over the drawn columns");
   smoothing.append("Smoothing", slider, shown);
   all.disabled = true; all.title = "Show all steps (double click, Escape or 0)";
-  bar.append(runs, smoothing, all); root.append(bar, note, grid); el.append(style, root);
+  folded.setAttribute("role", "group"); folded.setAttribute("aria-label", "Metrics that have not changed; a click shows the curve");
+  bar.append(runs, smoothing, all); root.append(bar, note, folded, grid); el.append(style, root);
   let frame = 0, colours = null, styled = false;
 
   const kick = () => { if (!frame) frame = requestAnimationFrame(draw) };
@@ -159,6 +161,7 @@ function view({ model, el, kept }) {
   }
 
   const several = () => S.spec.runs.length > 1;
+  const lead = () => S.panels.find(p => !p.box.hidden) ?? S.panels[0];  // the first panel on view
   const look = (run, i) => several() ? { colour: colours.series[run % 6], dash: DASHES[i % 4] } : { colour: colours.series[i % 6], dash: DASHES[Math.floor(i / 6) % 4] };
 
   function ask(range, hello = false) {
@@ -170,7 +173,7 @@ function view({ model, el, kept }) {
 
   function tell(request, hello, wait) {  // until it is answered: words may be lost, or wait for a cell to end
     clearTimeout(S.timer);
-    const panel = S.panels[0], across = panel ? panel.canvas.clientWidth : 0, width = across ? Math.round(across - PAD.left - PAD.right) : 480;
+    const panel = lead(), across = panel ? panel.canvas.clientWidth : 0, width = across ? Math.round(across - PAD.left - PAD.right) : 480;
     S.width = root.dataset.width = across;
     try { model.send({ t: "view", hello, range: S.range, width: Math.max(50, Math.min(4096, width)), request }) } catch { return }  // the kernel is gone, and this model with it
     S.timer = setTimeout(() => { if (S.asked === request) tell(request, hello, Math.min(2 * wait, 30000)) }, wait);
@@ -191,21 +194,71 @@ function view({ model, el, kept }) {
     S.panels = S.spec.groups.map((group, i) => before.get(group.title) ?? panel(group));
     S.panels.forEach((p, i) => { p.group = S.spec.groups[i]; p.entries = null });
     if (S.panels.some((p, i) => grid.children[i] !== p.box) || grid.children.length !== S.panels.length) grid.replaceChildren(...S.panels.map(p => p.box));
-    legends();
+    arrange(); legends();
   }
 
   function panel(group) {
-    const box = make("section", "mc-panel"), head = make("div", "mc-head"), say = make("span", "mc-say"), log = make("button", "mc-plain", "log"), canvas = make("canvas"), legend = make("div", "mc-legend");
-    const p = { title: group.title, group, box, say, canvas, legend, entries: null };
+    const box = make("section", "mc-panel"), head = make("div", "mc-head"), say = make("span", "mc-say"), fold = make("button", "mc-plain", "fold"), log = make("button", "mc-plain", "log"), canvas = make("canvas"), legend = make("div", "mc-legend");
+    const p = { title: group.title, group, box, say, fold, canvas, legend, entries: null, still: false };
     S.log[p.title] ??= group.log;
     log.setAttribute("aria-label", `Logarithmic axis: ${group.title}`);
     const press = () => log.setAttribute("aria-pressed", S.log[p.title]);
     press(); log.onclick = () => { S.log[p.title] = !S.log[p.title]; press(); kick() };
+    fold.title = "It has not changed: show it as a number"; fold.setAttribute("aria-label", `Fold ${group.title}`); fold.onclick = () => { S.unfolded.delete(p.title); arrange(); kick() };
     canvas.tabIndex = 0; canvas.setAttribute("role", "img"); canvas.setAttribute("aria-roledescription", "chart");
     legend.setAttribute("role", "group"); legend.setAttribute("aria-label", `Legend: ${group.title}`);
-    head.append(make("span", "mc-title", group.title), say, log); box.append(head, canvas, legend);
+    head.append(make("span", "mc-title", group.title), say, fold, log); box.append(head, canvas, legend);
     pointer(p); keys(p); seen.observe(canvas);
     return p;
+  }
+
+  // -- what does not move is a number, until somebody wants to see it or it moves --
+
+  function standing(p) {  // whether nothing of a group has another value than at first; of all steps, so that a zoom changes no layout
+    if (!S.runs.some(d => d && d.x[1] > d.x[0])) return false;  // before the second step everything stands still
+    for (const d of S.runs) {
+      if (!d) continue;
+      if (p.group.ticks && d.series.get(p.group.ticks)?.n) return false;
+      for (const name of p.group.names) {
+        const s = d.series.get(name);
+        let first = NaN;
+        for (let k = 0; s && k < s.n; k++) {
+          if (s.flag[k] & 7) return false;
+          const lo = s.low(k), hi = s.high(k);
+          if (Number.isNaN(lo)) continue;
+          if (Number.isNaN(first)) first = lo;
+          if (lo !== first || hi !== first) return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  function arrange() {  // which panels are curves, and which are numbers
+    const chips = [];
+    for (const p of S.panels) {
+      if (!S.range) p.still = standing(p);
+      const one = p.still && !S.unfolded.has(p.title);
+      p.box.hidden = one; p.fold.hidden = !p.still;
+      if (one) chips.push(chip(p));
+    }
+    root.dataset.many = S.panels.filter(p => !p.box.hidden).length > 6;
+    if (folded.dataset.said !== JSON.stringify(chips)) { folded.dataset.said = JSON.stringify(chips); folded.replaceChildren(...chips.map(([title, text]) => unfold(title, text))) }
+    folded.hidden = !chips.length;
+  }
+
+  function chip(p) {  // [title, numbers], a number for each metric of each run
+    const of = name => S.runs.map((d, r) => d && !off("run", r) && d.series.get(name)).filter(Boolean).map(s => number(s.last ?? NaN)).join(" | ");
+    const have = p.group.names.map(name => [S.spec.labels[name] ?? name, of(name)]).filter(([, v]) => v);
+    return [p.title, have.map(([label, v]) => have.length > 1 ? `${label} ${v}` : v).join("  ") || "–"];
+  }
+
+  function unfold(title, text) {
+    const b = make("button"), value = make("span", "mc-value", text);
+    b.title = `${title} has not changed; a click shows the curve`; b.setAttribute("aria-label", `Show the curve of ${title}`); b.setAttribute("aria-expanded", false);
+    b.append(make("span", "", title), value); b.dataset.group = title;
+    b.onclick = () => { S.unfolded.add(title); arrange(); kick(); S.panels.find(p => p.title === title)?.canvas.focus({ preventScroll: true }) };
+    return b;
   }
 
   function entry(text, label, pressed, onclick) {
@@ -229,7 +282,6 @@ function view({ model, el, kept }) {
     for (const p of S.panels) {
       p.entries = p.group.names.map((name, i) => {
         const label = S.spec.labels[name] ?? name, e = entry(label, `Show or hide ${label}`, !off(p.title, name), () => toggle(p.title, name)), { colour, dash } = look(0, i);
-        if (label.length > LONG) e.b.classList.add("mc-long");
         e.swatch.style.borderTopColor = several() ? colours.muted : colour; e.swatch.style.borderTopStyle = dash.length ? dash[0] > 2 ? "dashed" : "dotted" : "solid";
         return e;
       });
@@ -287,7 +339,7 @@ function view({ model, el, kept }) {
     frame = 0;
     if (!S.spec || !root.isConnected) return;
     if (!colours || !styled) { theme(); legends() }
-    const hidden = S.panels.some(p => !p.canvas.clientWidth);  // as while JupyterLab changes its theme
+    const hidden = S.panels.some(p => !p.box.hidden && !p.canvas.clientWidth);  // as while JupyterLab changes its theme
     if (!hidden) { for (const p of S.panels) paint(p); root.dataset.drawn = root.dataset.theme }
     S.tries = hidden ? (S.tries ?? 0) + 1 : 0;
     if (hidden && S.tries < 20) setTimeout(kick, 100);
@@ -319,8 +371,8 @@ function view({ model, el, kept }) {
   }
 
   function paint(p) {
-    const c = p.canvas, ratio = window.devicePixelRatio || 1, W = c.clientWidth, H = HEIGHT, g = c.getContext("2d");
-    if (!W) return;
+    const c = p.canvas, ratio = window.devicePixelRatio || 1, W = c.clientWidth, H = c.clientHeight, g = c.getContext("2d");
+    if (!W || !H) return;
     if (c.width !== Math.round(W * ratio) || c.height !== Math.round(H * ratio)) { c.width = Math.round(W * ratio); c.height = Math.round(H * ratio) }
     g.setTransform(ratio, 0, 0, ratio, 0, 0); g.clearRect(0, 0, W, H);
     const x = span(), y = limits(p, x), box = { l: PAD.left, r: W - PAD.right, t: PAD.top, b: H - PAD.bottom };
@@ -341,7 +393,7 @@ function view({ model, el, kept }) {
   }
 
   function axes({ g, p, x, y, X, Y, box }) {
-    g.font = `10.5px ${colours.font}`; g.lineWidth = 1; g.textBaseline = "middle"; g.textAlign = "right";
+    g.font = `${FONT}px ${colours.font}`; g.lineWidth = 1; g.textBaseline = "middle"; g.textAlign = "right";
     const values = y.empty ? [] : y.log ? decades(Math.exp(y.lo), Math.exp(y.hi)) : nice(y.lo, y.hi, 4);
     const texts = values.map(short), tight = new Set(texts).size < texts.length || texts.some(t => g.measureText(t).width > box.l - 6);  // a narrow range far from zero
     values.forEach((v, i) => {
@@ -363,7 +415,7 @@ function view({ model, el, kept }) {
 
   function nothing({ g, box }) {  // no mark goes through the words
     const text = "nothing recorded yet", x = (box.l + box.r) / 2, y = (box.t + box.b) / 2;
-    g.font = `10.5px ${colours.font}`; g.textAlign = "center"; g.textBaseline = "middle";
+    g.font = `${FONT}px ${colours.font}`; g.textAlign = "center"; g.textBaseline = "middle";
     const half = g.measureText(text).width / 2 + 4;
     g.fillStyle = colours.bg; g.fillRect(x - half, y - 9, 2 * half, 18);
     g.fillStyle = colours.muted; g.fillText(text, x, y);
@@ -383,17 +435,17 @@ function view({ model, el, kept }) {
     }
   }
 
-  function labels({ g, p, x, X, box }) {  // in the first row of panels; elsewhere of the line under the cursor
-    const row = p.box.offsetTop === S.panels[0].box.offsetTop;
+  function labels({ g, p, x, X, box }) {  // in the first row of panels, where they are high; elsewhere of the line under the cursor
+    const row = box.b - box.t > 80 && p.box.offsetTop === lead().box.offsetTop;  // in a low panel they would hide the curve
     let free = -Infinity;
-    g.font = `10px ${colours.font}`;
+    g.font = `${FONT}px ${colours.font}`;
     for (const m of visible(x)) {
-      const at = Math.round(X(m.step)) + 0.5, right = at > box.r - 14, begins = right ? at - 14 : at;  // at the right edge it stands left of its line
+      const at = Math.round(X(m.step)) + 0.5, right = at > box.r - 14, begins = right ? at - 15 : at;  // at the right edge it stands left of its line
       if (!near(m, x) && (!row || begins < free)) continue;
       const times = m.count > 1 ? ` ×${m.count}` : "", text = clip(g, m.label, box.b - box.t - 8 - g.measureText(times).width) + times;
-      g.save(); g.translate(right ? at - 4 : at + 10, box.t + 1); g.rotate(-Math.PI / 2); g.textAlign = "right"; g.textBaseline = "alphabetic";
+      g.save(); g.translate(right ? at - 4 : at + 11, box.t + 1); g.rotate(-Math.PI / 2); g.textAlign = "right"; g.textBaseline = "alphabetic";
       g.fillStyle = tone(m); g.lineWidth = 3.5; g.lineJoin = "round"; g.strokeStyle = colours.bg; g.strokeText(text, 0, 0); g.fillText(text, 0, 0); g.restore();
-      free = at + 13;
+      free = at + 14;
     }
   }
 
@@ -483,7 +535,7 @@ function view({ model, el, kept }) {
   }
 
   function said() {  // the line below the bar: trouble first, then what is under the cursor
-    S.status.forEach((s, r) => { if (S.spec?.states?.[r]) S.spec.states[r].textContent = [s.state, S.runs[r]?.last !== undefined && S.runs[r]?.last !== null ? `step ${whole(S.runs[r].last)}` : ""].filter(Boolean).join(", ") });
+    S.status.forEach((s, r) => { if (S.spec?.states?.[r]) Object.assign(S.spec.states[r], { title: alive.why(s.state) }).textContent = [alive.word(s.state), S.runs[r]?.last !== undefined && S.runs[r]?.last !== null ? `step ${whole(S.runs[r].last)}` : ""].filter(Boolean).join(", ") });
     const trouble = [S.note, ...S.status.map(s => s.fault)].filter(Boolean).join(" · ");
     note.classList.toggle("mc-bad", !!trouble);
     let text = trouble;
@@ -499,6 +551,7 @@ function view({ model, el, kept }) {
   // -- what the kernel says --
 
   function heard(m, buffers) {
+    alive.heard();
     if (m.t === "spec") {
       const first = !S.spec;
       S.spec = { ...m };  // its own: other views are told the same message
@@ -513,15 +566,17 @@ function view({ model, el, kept }) {
       S.runs[m.run] = { x: m.x, last: m.last, series };
       if (m.request === S.asked) S.asked = null;
       if (!S.asked) { S.range = m.range; all.disabled = !m.range; root.dataset.range = m.range ? m.range.join(" ") : "" }  // another view of the same widget may have zoomed
+      arrange();
       root.dataset.answered = m.range ? m.range.join(" ") : ""; root.dataset.updates = ++S.count; root.dataset.last = m.last; root.dataset.request = m.request;
     } else if (m.t === "marks") S.marks[m.run] = m.marks;
     else if (m.t === "status") { S.status = m.runs; S.note = m.note }
     kick();
   }
 
+  const alive = life(model, () => { root.dataset.dead = alive.dead; kick() });
   const seen = new ResizeObserver(() => {
     kick();
-    const panel = S.panels[0], width = panel ? panel.canvas.clientWidth : 0;
+    const panel = lead(), width = panel ? panel.canvas.clientWidth : 0;
     if (!width || Math.abs(width - S.width) < 0.1 * width) return;
     clearTimeout(S.resized);
     S.resized = setTimeout(() => { if (root.isConnected) ask(S.range) }, 300);  // columns of the width that is seen
@@ -530,7 +585,7 @@ function view({ model, el, kept }) {
   model.on("msg:custom", heard);
   kept.tell(heard);
   ask(S.range, true);
-  return () => { model.off("msg:custom", heard); seen.disconnect(); dressed.disconnect(); cancelAnimationFrame(frame); clearTimeout(S.timer); clearTimeout(S.resized) };
+  return () => { model.off("msg:custom", heard); alive.stop(); seen.disconnect(); dressed.disconnect(); cancelAnimationFrame(frame); clearTimeout(S.timer); clearTimeout(S.resized) };
 }
 
 export default () => {

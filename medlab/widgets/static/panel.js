@@ -1,5 +1,5 @@
 // The panel of a run: state, buttons, errors, fixes, knobs, log. The kernel reads it all from the run directory; nothing is kept in the notebook.
-// Names and texts of runs reach the page through textContent, title and aria-label only.
+// Names and texts of runs reach the page through textContent, title and aria-label only. life.js, which stands before this, says whether the kernel speaks.
 //
 // From the kernel:  spec {name, controls: {knobs: {name: description}, fixes: [{name, on, off, claim, measured, concern}]} | null}
 //                   head {state, step, target, loss, rate, mem, gpu, scale, skipped, row, device, precision}
@@ -8,14 +8,14 @@
 //                   It speaks when it is made and when it is displayed, before the page has a view, and hears no page while a cell runs.
 // To the kernel:    hello, set {knobs, request}, fix {name, on, request}, do {name, until, step, request}, older, dismiss {key}
 
-const OPEN = ["learning rate", "numerics"], ENDLESS = 1e12, QUIET = 16000, PER_DECADE = 20, MOST = 2000;
+const OPEN = ["learning rate", "numerics"], ENDLESS = 1e12, PER_DECADE = 20, MOST = 2000;
 const TONE = { running: "ok", starting: "brand", paused: "warn", failed: "bad", killed: "bad" }, ASKED_AGAIN = /asked for again/;
 const BUTTONS = [["start", "Start"], ["pause", "Pause"], ["stop", "Stop"], ["save", "Save"], ["restore", "Restore"]];
 
 const CSS = `
 .medlab-panel { --mp-bg: var(--jp-layout-color0, #fff); --mp-soft: var(--jp-layout-color2, #f4f4f4); --mp-fg: var(--jp-ui-font-color1, #222); --mp-muted: var(--jp-ui-font-color2, #666); --mp-line: var(--jp-border-color2, #ddd);
   --mp-edge: var(--jp-border-color1, #bbb); --mp-brand: #1565c0; --mp-on: #fff; --mp-ok: #2e7d32; --mp-warn: #8f5600; --mp-bad: #c62828;
-  box-sizing: border-box; width: min(100%, var(--medlab-panel-width, 440px)); min-width: 320px; max-width: 520px; font: 12px/1.45 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--mp-fg); background: var(--mp-bg);
+  box-sizing: border-box; width: min(100%, var(--medlab-panel-width, 440px)); max-width: 520px; container-type: inline-size; font: 12px/1.45 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--mp-fg); background: var(--mp-bg);
   border: 1px solid var(--mp-line); border-radius: 4px; overflow: hidden }
 body[data-jp-theme-light="false"] .medlab-panel { --mp-brand: #64b5f6; --mp-on: #10202c; --mp-ok: #7ed492; --mp-warn: #f0b040; --mp-bad: #ff8a80 }
 .medlab-panel *, .medlab-panel *::after { box-sizing: border-box }
@@ -26,6 +26,7 @@ body[data-jp-theme-light="false"] .medlab-panel { --mp-brand: #64b5f6; --mp-on: 
 .medlab-panel [hidden] { display: none !important }
 .medlab-panel [inert] { opacity: .5 }
 .mp-ok { color: var(--mp-ok) } .mp-warn { color: var(--mp-warn) } .mp-bad { color: var(--mp-bad) } .mp-brand { color: var(--mp-brand) } .mp-muted { color: var(--mp-muted) }
+.mp-rest { min-height: 0; overflow: hidden auto }
 .mp-cut { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; min-width: 0 }
 .mp-head { padding: 10px 12px 0 }
 .mp-title { display: flex; align-items: center; gap: 10px; height: 22px }
@@ -77,12 +78,13 @@ body[data-jp-theme-light="false"] .medlab-panel { --mp-brand: #64b5f6; --mp-on: 
 .mp-row[data-differs=true] { box-shadow: inset 2px 0 var(--mp-brand) }
 .mp-line { display: flex; align-items: center; gap: 6px; height: 27px }
 .mp-label { display: inline-flex; align-items: center; gap: 5px; flex: 0 1 auto; min-width: 40px; height: 22px; padding: 0; border: 0; background: none; text-align: left; border-radius: 3px }
-.mp-label > i { flex: none; display: grid; place-items: center; width: 13px; height: 13px; border: 1px solid currentColor; border-radius: 50%; font: 600 9px/1 var(--jp-ui-font-family, sans-serif); opacity: .4 }
+.mp-label > i { flex: none; display: grid; place-items: center; width: 15px; height: 15px; border: 1px solid currentColor; border-radius: 50%; font: 600 11px/1 var(--jp-ui-font-family, sans-serif); opacity: .5 }
 .mp-label:hover > i, .mp-label:focus-visible > i, .mp-label[aria-expanded=true] > i { opacity: 1 }
 .mp-unit { color: var(--mp-muted); font-size: 11px; flex: 0 1000 auto }
 .mp-reset { flex: none; width: 20px; height: 20px; padding: 0; border: 0; border-radius: 3px; background: none; color: var(--mp-brand) !important; line-height: 1 }
 .mp-reset:hover { background: var(--mp-soft) }
 .mp-fate { flex: 1 1 70px; text-align: right; font-size: 11px; font-variant-numeric: tabular-nums }
+.mp-fate:empty { flex-basis: 0 }
 .mp-fine { display: flex; align-items: center; gap: 10px; height: 26px; padding-bottom: 2px }
 .mp-fine label { display: flex; align-items: center; gap: 4px; color: var(--mp-muted) }
 .medlab-panel input[type=text], .medlab-panel input[type=search], .medlab-panel select { height: 24px; padding: 0 6px; border: 1px solid var(--mp-edge); border-radius: 3px; background: var(--mp-bg); font-variant-numeric: tabular-nums }
@@ -113,6 +115,14 @@ body[data-jp-theme-light="false"] .medlab-panel { --mp-brand: #64b5f6; --mp-on: 
 .mp-item b { font-weight: 600 } .mp-item[data-level=warning] b { color: var(--mp-warn) } .mp-item[data-level=error] b { color: var(--mp-bad) }
 .mp-older { display: block; width: 100%; height: 28px; border: 0; border-top: 1px solid var(--mp-line); background: none; color: var(--mp-brand) !important }
 .mp-empty { padding: 6px 12px; color: var(--mp-muted) }
+@container (max-width: 359px) {
+  .mp-facts { grid-template-columns: minmax(0, 1.3fr) repeat(2, minmax(0, 1fr)); height: 111px }
+  .mp-facts > :nth-child(5) { grid-column: 2 / span 2 }
+  .mp-buttons { grid-template-columns: repeat(3, minmax(0, 1fr)) }
+  .mp-until { height: 42px; padding-top: 6px }
+  .mp-unit { display: none }
+  .mp-bartop select { flex-basis: 92px }
+}
 @media (prefers-reduced-motion: no-preference) { .mp-switch::after { transition: left .12s } }`;
 
 // ---- words and numbers ----
@@ -205,7 +215,7 @@ function memory() {
 }
 
 function view({ model, el, past }) {
-  const S = { spec: null, head: {}, can: {}, doing: "", values: {}, changes: {}, mine: {}, rows: new Map(), fixes: [], groups: [], lines: new Map(), items: new Map(), kept: [], more: false, heard: 0, silent: false, dead: false, folded: {}, aside: "" };
+  const S = { spec: null, head: {}, can: {}, doing: "", values: {}, changes: {}, mine: {}, rows: new Map(), fixes: [], groups: [], lines: new Map(), items: new Map(), kept: [], more: false, dead: false, folded: {}, aside: "" };
   const root = make("div", "medlab-panel", undefined, { role: "group", "aria-label": "Panel of a run", "data-lm-suppress-shortcuts": "true" }), style = make("style", "", CSS);
   root.addEventListener("keydown", e => e.stopPropagation());
   const words = () => Math.random().toString(36).slice(2, 12), timers = new Set();
@@ -224,10 +234,10 @@ function view({ model, el, past }) {
   head.append(title, bar, facts);
 
   function drawHead() {
-    const h = S.head, target = h.target !== null && h.target < ENDLESS ? h.target : null, fp16 = h.precision === "fp16", shown = S.dead ? "cut off" : S.silent ? "no word" : h.state ?? "";
+    const h = S.head, target = h.target !== null && h.target < ENDLESS ? h.target : null, fp16 = h.precision === "fp16", shown = alive.word(h.state);
     say(name, S.spec?.name ?? "", S.spec?.name ?? "");
-    say(word, shown, S.dead ? "the kernel of this panel is gone; a run in a process of its own trains on" : S.silent ? `the kernel has sent nothing for ${Math.round(QUIET / 1000)} s: it may be gone, or this page is cut off. The run was ${h.state ?? "not known"} then` : { killed: "the process ended without a word", starting: "a process of its own is starting" }[h.state] ?? "");
-    state.className = "mp-state mp-" + (S.dead || S.silent ? "muted" : TONE[h.state] ?? "muted"); root.dataset.state = h.state ?? "";
+    say(word, shown, alive.why(h.state));
+    state.className = "mp-state mp-" + (alive.dead || alive.silent ? "muted" : TONE[h.state] ?? "muted"); root.dataset.state = h.state ?? "";
     done.style.width = target && h.step !== null ? `${Math.min(100, 100 * h.step / target)}%` : "0";
     if (target) { bar.setAttribute("aria-valuemax", target); bar.setAttribute("aria-valuenow", h.step ?? 0) } else { bar.removeAttribute("aria-valuemax"); bar.removeAttribute("aria-valuenow") }
     say(fact.step.value, whole(h.step) + (target ? ` / ${short(target)}` : ""), target ? `step ${whole(h.step)} of ${whole(target)}` : `step ${whole(h.step)}, no last step`);
@@ -653,9 +663,7 @@ function view({ model, el, past }) {
   };
 
   function onMessage(m) {
-    S.heard = Date.now(); root.dataset.messages = Number(root.dataset.messages ?? 0) + 1;
-    if (S.silent) { S.silent = false; drawHead() }
-    if (S.dead) cut(false);
+    alive.heard(); root.dataset.messages = Number(root.dataset.messages ?? 0) + 1;
     if (Object.hasOwn(hear, m?.t)) hear[m.t](m);
   }
 
@@ -670,20 +678,16 @@ function view({ model, el, past }) {
     remark(off ? "The kernel of this panel is gone. Run its cell again." : "", off ? "warn" : "muted");
     drawHead();
   }
-  const onComm = () => { if (model.comm_live !== true) cut(true) };
+  const alive = life(model, () => { if (alive.dead !== S.dead) cut(alive.dead); else drawHead() }), watch = setInterval(drawKept, 2000), rest = make("div", "mp-rest");
 
-  const watch = setInterval(() => {
-    if (S.heard && Date.now() - S.heard > QUIET && !S.silent) { S.silent = true; drawHead() }
-    drawKept();
-  }, 2000);
-
-  root.append(head, buttons, until, restore, trouble, note, fixes.box, knobs.box, log.box);
+  rest.append(note, fixes.box, knobs.box, log.box);
+  root.append(head, buttons, until, restore, trouble, rest);
   el.append(style, root);
   drawHead(); drawButtons(); sift();
-  model.on("msg:custom", onMessage); model.on("comm_live_update", onComm);
+  model.on("msg:custom", onMessage);
   past.tell(onMessage);
   hello();
-  return () => { model.off("msg:custom", onMessage); model.off("comm_live_update", onComm); clearInterval(watch); for (const t of timers) clearTimeout(t) };
+  return () => { model.off("msg:custom", onMessage); alive.stop(); clearInterval(watch); for (const t of timers) clearTimeout(t) };
 }
 
 export default () => {

@@ -14,16 +14,16 @@ const CSS = `
 .medlab-viewer { --fg: var(--jp-ui-font-color1, #212121); --dim: var(--jp-ui-font-color2, #616161); --line: var(--jp-border-color2, #c4c4c4); --bg: var(--jp-layout-color1, #fff);
   --accent: var(--jp-brand-color1, #1976d2); --bad: var(--jp-error-color1, #d32f2f); color: var(--fg); font: 12px/1.4 var(--jp-ui-font-family, system-ui, sans-serif); user-select: none; padding: 2px; }
 .medlab-viewer * { box-sizing: border-box; }
-.medlab-viewer .mv-bar { display: flex; flex-wrap: wrap; align-items: center; gap: 4px 10px; min-height: 28px; margin-bottom: 4px; }
+.medlab-viewer .mv-bar { display: flex; flex-wrap: wrap; align-items: center; gap: 4px 7px; min-height: 28px; margin-bottom: 4px; }
 .medlab-viewer .mv-group { display: inline-flex; align-items: center; gap: 4px; max-width: 100%; }
 .medlab-viewer .mv-right { margin-left: auto; }
 .medlab-viewer button, .medlab-viewer select, .medlab-viewer input[type=number] { font: inherit; color: var(--fg); background: var(--bg); border: 1px solid var(--line); border-radius: 3px; height: 24px; padding: 0 7px; margin: 0; }
-.medlab-viewer select { max-width: 132px; padding: 0 2px; }
-.medlab-viewer input[type=number] { width: 62px; padding: 0 3px; appearance: textfield; }
+.medlab-viewer select { max-width: 118px; padding: 0 2px; }
+.medlab-viewer input[type=number] { width: 52px; padding: 0 3px; appearance: textfield; }
 .medlab-viewer input::-webkit-inner-spin-button { appearance: none; margin: 0; }
 .medlab-viewer input[type=checkbox] { margin: 0; accent-color: var(--accent); }
 .medlab-viewer input[type=range] { width: 90px; height: 16px; margin: 0; accent-color: var(--accent); }
-.medlab-viewer input[type=range].mv-wide { width: 260px; }
+.medlab-viewer input[type=range].mv-wide { width: 260px; max-width: 100%; }
 .medlab-viewer button { cursor: pointer; }
 .medlab-viewer button:hover { border-color: var(--dim); }
 .medlab-viewer .mv-joined { display: inline-flex; }
@@ -330,6 +330,7 @@ function view({ model, el, arrays, listeners }) {
     for (const [k, b] of ui.planes) name(b, "aria-pressed", get("planes").includes(k));
     for (const [k, box] of ui.boxes) box.checked = get(k);
     if (ui.difference) ui.difference.value = String(reference());
+    if (ui.sides) ui.sides.value = get("radiological") ? "radiological" : "neurological";
     if (ui.frame) { ui.frame.value = get("frame"); put(ui.frameName, frameName()); }
     ui.overlays.forEach(({ range, box, chips }, i) => {
       const o = get("opacities")[i], hidden = get("hidden")[i] || [];
@@ -367,8 +368,9 @@ function view({ model, el, arrays, listeners }) {
     const many = scene.volumes.length > 1;
     if (many) ui.difference = h("select", { "aria-label": "difference", onchange: e => set("difference", e.target.value === "-1" ? "" : scene.volumes[e.target.value].name) }, h("option", { value: -1 }, "values"), ...scene.volumes.map((v, i) => h("option", { value: i }, `minus ${v.name}`)));
     else ui.difference = null;
+    ui.sides = scene.affine ? h("select", { "aria-label": "sides", title: "radiological: the patient's right is on the left of axial and coronal planes; neurological: on the right", onchange: e => set("radiological", e.target.value === "radiological") }, h("option", { value: "radiological" }, "radiological"), h("option", { value: "neurological" }, "neurological")) : null;
     return h("div", { class: "mv-bar" }, tools, h("span", { class: "mv-group" }, ui.preset, h("label", {}, "L", ui.level), h("label", {}, "W", ui.width), ...(many ? [box("linked", "one for all")] : [])), ...(many ? [ui.difference] : []),
-      ...(scene.flat ? [] : [h("span", { class: "mv-joined", role: "group", "aria-label": "planes" }, ...ui.planes.values())]), box("crosshair", "cross"), ...(scene.affine ? [box("radiological", "R on the left")] : []),
+      ...(scene.flat ? [] : [h("span", { class: "mv-joined", role: "group", "aria-label": "planes" }, ...ui.planes.values())]), box("crosshair", "cross"), ...(scene.affine ? [ui.sides] : []),
       h("span", { class: "mv-group mv-right" }, button("Reset", "whole picture, no zoom", whole), button("?", "mouse and keys", () => { showHelp = !showHelp; kick(); })));
   }
 
@@ -425,7 +427,7 @@ function view({ model, el, arrays, listeners }) {
   function size() {  // all planes at one scale, in their proportions in mm
     if (!width) return;
     const s = mm(), n = shape(), shown = panelsShown(), wide = shown.map(p => n[p.right] * s[p.right]), high = shown.map(p => n[p.up] * s[p.up]), gap = 6, count = scene.volumes.length, sum = a => a.reduce((x, y) => x + y, 0), top = Math.max;
-    const room = width - 6, tall = count > 1 && shown.length > 1 ? 1.7 * scene.height : scene.height;
+    const room = width - 6, high0 = parseFloat(getComputedStyle(root).getPropertyValue("--medlab-viewer-height")) || scene.height, tall = count > 1 && shown.length > 1 ? 1.7 * high0 : high0;  // a lab says how high
     const rows = Math.min((room - gap * (shown.length - 1)) / sum(wide), tall / count / top(...high)), columns = Math.min((room - gap * (count - 1)) / count / top(...wide), tall / sum(high));
     const stacked = count === 1 || rows > columns, ratio = window.devicePixelRatio || 1;  // a row for each volume, or a column
     ui.scale = top(rows, columns); if (count === 1) ui.scale = rows;

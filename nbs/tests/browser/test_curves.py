@@ -8,6 +8,7 @@ ROW = """() => { const r = document.querySelector('.medlab-curves'); return r &&
 RED = """i => { const c = document.querySelectorAll('.medlab-curves canvas')[i], d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; let n = 0;
     for (let k = 0; k < d.length; k += 4) if (d[k] > 180 && d[k] > d[k + 1] + 90 && d[k] > d[k + 2] + 90 && d[k + 3] > 150) n++; return n }"""
 BEHIND = "() => getComputedStyle(document.querySelector('.medlab-curves')).backgroundColor"
+FOLDED = "() => [...document.querySelectorAll('.mc-folded button')].map(e => e.textContent)"
 SPY = """() => { window.drawn = []; for (const f of ['fillText']) { const old = CanvasRenderingContext2D.prototype[f]; CanvasRenderingContext2D.prototype[f] = function (t, ...a) { window.drawn.push(t); if (window.drawn.length > 5000) window.drawn.splice(0, 2500); return old.call(this, t, ...a) } } }"""
 
 TRAIN = """
@@ -92,9 +93,18 @@ def shot(nb, name, i=0):
 def test_curves_move_while_a_thread_trains(notebook):
     nb = notebook(TRAIN, SHOW)
     wait_updates(nb, 3)
-    before, heights = updates(nb), nb.page.locator(".medlab-curves").bounding_box()["height"]
+    nb.until(f"() => ({FOLDED})().includes('learning rate0.01') && ({FOLDED})().includes('validation–')")  # what stands still is a number
+    title = nb.page.locator(".mc-panel", has=nb.page.locator(".mc-title", has_text="learning rate"))
+    assert not title.is_visible() and nb.page.locator(".mc-panel", has=nb.page.get_by_text("loss", exact=True)).first.is_visible()
+    nb.page.locator(".mc-folded button", has_text="learning rate").click()  # a click shows its curve, another folds it
+    title.wait_for()
+    title.get_by_role("button", name="Fold learning rate").click()
+    nb.until(f"() => ({FOLDED})().includes('learning rate0.01')")
+    before = updates(nb)
     nb.kernel("trainer.set(lr=2e-3).wait(20)")
     wait_updates(nb, before + 6)
+    nb.until(f"() => !({FOLDED})().some(t => t.startsWith('learning rate'))")  # it moved
+    heights = nb.page.locator(".medlab-curves").bounding_box()["height"]
     nb.page.evaluate(SPY)
     nb.until("() => window.drawn.some(t => t.startsWith('lr → 0.002'))")
     nb.wait("trainer.iteration > 60")
@@ -191,6 +201,7 @@ def test_a_panel_in_which_nothing_was_recorded_says_so_legibly(notebook):
     "No mark is drawn through its words, though the skipped steps are in the middle of the run."
     nb = notebook(PAST, "past('bare', 1000, 1.0)\nfrom medlab.widgets.curves import Curves\nCurves('runs/bare', groups=dict(all=['loss'], none=['absent']))")
     nb.until("() => document.querySelector('.medlab-curves[data-updates][data-drawn]')?.querySelectorAll('canvas').length === 2")
+    nb.page.locator(".mc-folded button", has_text="none").click()  # a number that is not there yet; its curve is shown when it is asked for
     amber = """() => { const c = document.querySelectorAll('.medlab-curves canvas')[1], { width, height } = c, d = c.getContext('2d').getImageData(0, 0, width, height).data, rows = new Set(), near = k => Math.abs(k / 4 % width - (width + 52 - 10) / 2) < 40;
         for (let k = 0; k < d.length; k += 4) if (near(k) && d[k] > 150 && d[k + 1] < 170 && d[k + 2] < 110 && d[k + 3] > 100) rows.add(Math.floor(k / 4 / width));
         return [...rows] }"""  # rows of pixels that hold something of the mark's colour, where the words are

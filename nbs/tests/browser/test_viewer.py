@@ -54,7 +54,7 @@ SIZE = dict(axial=(32, 40, 2.0, 1.0), coronal=(32, 24, 2.0, 3.0), sagittal=(40, 
 def spot(box, name, right, up):
     "The point of a plane's box that shows the middle of a voxel; a plane fills the width, and lies in the middle of the height."
     n, m, w, h = SIZE[name]
-    scale = box["width"] / (n * w)
+    scale, right = box["width"] / (n * w), right if name == "sagittal" else n - 1 - right  # the patient's right is on the left
     return box["x"] + (right + 0.5) * w * scale, box["y"] + box["height"] / 2 - (up + 0.5 - m / 2) * h * scale
 
 
@@ -75,11 +75,32 @@ def test_drawn_as_python_draws_it(shown):
     shown.wait("not v.crosshair"); settle(shown)
     for i, name in enumerate(("axial", "coronal", "sagittal")):
         rows = json.loads(shown.kernel(f"""p = next(p for p in v._scene['panels'] if p['name'] == {name!r}); s = lambda a: section(a, p, v.cursor)
-import json; print(json.dumps(paint(s(v._feed.codes[0].values()), v.windows[0], [(s(mask), v._scene['overlays'][0]['legend'], 0.5)]).tolist()))"""))
+import json; print(json.dumps(paint(s(v._feed.codes[0].values()), v.windows[0], [(s(mask), v._scene['overlays'][0]['legend'], 0.5)]).tolist()))"""))  # a row from the patient's left to his right
         voxels = [(c, r) for r in range(1, len(rows), 5) for c in range(2, len(rows[0]), 4)]
         apart = np.abs(np.array(pixels(shown, i, name, voxels), int) - [rows[len(rows) - 1 - r][c] for c, r in voxels]).max(1)
         assert (apart > 2).sum() <= 4, (name, [(v, a) for v, a in zip(voxels, apart) if a > 2])  # letters lie over a few
         assert len({*map(str, pixels(shown, i, name, voxels))}) > 15  # not a black plane
+
+
+LETTERS = """() => { window.letters = new Map(); const own = CanvasRenderingContext2D.prototype, old = own.fillText;
+    own.fillText = function (t, x, y) { if (/^[RLAPSI]$/.test(t)) { const c = this.canvas, at = x < c.width / 4 ? 'left' : x > c.width * 0.75 ? 'right' : y < c.height / 2 ? 'above' : 'below'; window.letters.set(c, { ...window.letters.get(c), [at]: t }) } return old.call(this, t, x, y) } }"""
+
+
+def test_radiological_unless_somebody_wants_otherwise(shown):
+    "The patient's right is on the left of axial and coronal planes, and letters say so; a choice turns them, and the voxels with them."
+    shown.page.evaluate(LETTERS)
+    sides = lambda: shown.page.evaluate("() => [...document.querySelectorAll('.medlab-viewer canvas')].map(c => window.letters.get(c))")
+    shown.kernel("v.crosshair, v.outline = False, True"); settle(shown, 3)
+    assert sides() == [dict(left="R", right="L", below="P", above="A"), dict(left="R", right="L", below="I", above="S"), dict(left="P", right="A", below="I", above="S")]
+    grey = [pixels(shown, 0, "axial", [(c, 2)])[0][0] for c in (1, 30)]
+    choice = shown.page.get_by_label("sides", exact=True)
+    assert choice.input_value() == "radiological" and shown.kernel("print(v.radiological)") == "True"
+    choice.select_option(label="neurological")
+    shown.wait("not v.radiological"); settle(shown, 3)
+    assert [s["left"] + s["right"] for s in sides()] == ["LR", "LR", "PA"]
+    assert [pixels(shown, 0, "axial", [(c, 2)])[0][0] for c in (30, 1)] == grey and grey[0] != grey[1]
+    shown.kernel("v.radiological = True"); settle(shown, 3)
+    assert choice.input_value() == "radiological" and [s["left"] for s in sides()] == ["R", "R", "P"]
 
 
 def test_drag_moves_the_cursor_in_all_planes(shown):
@@ -115,7 +136,7 @@ def test_window_by_drag_preset_and_number(shown):
 def test_keys_stay_in_the_viewer(shown):
     shown.page.locator(".medlab-viewer canvas").nth(1).focus()
     for key in ("ArrowLeft", "ArrowUp", "ArrowUp", "PageUp"): shown.page.keyboard.press(key)
-    shown.wait("v.cursor == (14, 21, 15)")
+    shown.wait("v.cursor == (14, 21, 17)")  # to the left of the picture is to the patient's right
     shown.page.keyboard.press("+"); shown.wait("v.zoom == 1.25")
     shown.page.keyboard.press("0"); shown.wait("v.zoom == 1")
     shown.page.keyboard.press("o"); shown.wait("v.opacities == (0,)")
