@@ -55,6 +55,6 @@ def evaluate_run(
     else: recipe.setup(info.get("split"))
     say = lambda kind, text, *rest, **more: print(f"medlab: {text}", file=sys.stderr)
     table, why = infer(lambda **kw: recipe.evaluate(model, cases, **kw), recipe,
-        Memory(next(model.parameters()).device), say)
+        Memory(next(model.parameters()).device), say, say=lambda text: print(text, file=sys.stderr, flush=True))
     if why: raise UserError(why)
     return table, step
