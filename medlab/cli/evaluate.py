@@ -66,7 +66,7 @@ def evaluate_run(
     else: faults = _as_trained(recipe, info)
     say = lambda kind, text, *rest, **more: print(f"medlab: {text}", file=sys.stderr)
     table, why = infer(lambda **kw: recipe.evaluate(model, cases, **kw), recipe,
-        Memory(next(model.parameters()).device), say)
+        Memory(next(model.parameters()).device), say, say=lambda text: print(text, file=sys.stderr, flush=True))
     if why: raise UserError(why)
     for r in table.left_out: r["why"] += f": {faults[r['case']]}" if r["case"] in faults else ""
     return table, step

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FEW', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job', 'resumed_job',
-           'loggers_of', 'train', 'parsed', 'predict', 'evaluate', 'export', 'one_folder', 'runs', 'check', 'lab',
-           'demo', 'selftest', 'usage', 'show_warning', 'main']
+           'loggers_of', 'train', 'parsed', 'Interrupted', 'predict', 'evaluate', 'export', 'one_folder', 'runs',
+           'check', 'lab', 'demo', 'selftest', 'usage', 'show_warning', 'main']
 
 # %% ../../nbs/cli/05_main.ipynb #d313b561
 import sys
@@ -240,7 +240,8 @@ def _in_memory(recipe, model, case, options):
     from medlab.memory.usage import Memory
     said = lambda kind, text, *rest, **data: print(f"medlab: {case.name}: {text}", file=sys.stderr)
     memory = Memory(next(model.parameters()).device)
-    return infer(lambda **kw: recipe.predict(model, case, **kw), recipe, memory, said, options)
+    say = lambda text: print(f"{case.name}: {text}", file=sys.stderr, flush=True)
+    return infer(lambda **kw: recipe.predict(model, case, **kw), recipe, memory, said, options, say=say)
 
 # %% ../../nbs/cli/05_main.ipynb #c6cb0a25
 def _predict_one(recipe, model, case, output, options):
@@ -256,13 +257,21 @@ def _predict_one(recipe, model, case, output, options):
     return False
 
 
+class Interrupted(KeyboardInterrupt): "Ctrl-C, of which everything was said."
+
+
 def _predict_all(recipe, model, step, cases, output, options):
     "Names of the cases that could not be predicted."
     failed = []
     for i, case in enumerate(cases, 1):
         print(f"predicting {case.name}, {i} of {len(cases)}, with the weights of step {step}, on "
             f"{next(model.parameters()).device}", file=sys.stderr, flush=True)
-        if not _predict_one(recipe, model, case, output, options): failed.append(case.name)
+        try: sound = _predict_one(recipe, model, case, output, options)
+        except KeyboardInterrupt:
+            print(f"medlab: interrupted: {case.name} was not written; files of cases before it are whole",
+                file=sys.stderr)
+            raise Interrupted from None
+        if not sound: failed.append(case.name)
     return failed
 
 # %% ../../nbs/cli/05_main.ipynb #7608d8a9
@@ -479,7 +488,8 @@ def _status_of(error):
     "Print what went wrong, in one line where a user can mend it; exit status."
     if isinstance(error, (UserError, KeyboardInterrupt)):
         mistake = isinstance(error, UserError)
-        print(f"medlab: {_noted(error) if mistake else 'interrupted'}", file=sys.stderr)
+        if not isinstance(error, Interrupted):
+            print(f"medlab: {_noted(error) if mistake else 'interrupted'}", file=sys.stderr)
         return 2 if mistake else 130
     from medlab.core import RunFailed
     if isinstance(error, RunFailed): print(f"medlab: the run failed: {_noted(error)}", file=sys.stderr)

@@ -22,6 +22,7 @@ from ..data.cases import PhantomCase
 from ..data.split import Split, split_cases
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
+from ..memory.tiles import OVERLAP, Tiles, blend_tiles, checked_overlap, count_tiles, in_bf16
 from .base import Recipe, Table
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #e437d9f0
@@ -260,7 +261,7 @@ def losses(self:FastDDPM, model, batch):
     return diffusion_losses(self.output(model, batch["image"], batch["t"], batch["channel"]), batch["wanted"])
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #765a2c5c
-def _denoiser(recipe, model, condition, channel):
+def _denoiser(recipe, model, condition, channel, overlap, tiles):
     "The function (x_t, t) → output that a sampler asks for, over the whole image or over windows."
     device = next(model.parameters()).device
 
@@ -273,12 +274,20 @@ def _denoiser(recipe, model, condition, channel):
         "The same for an image of any size, in patch mode."
         image = condition.clone()
         image[:, channel] = x_t
-        if recipe.mode == "resize": return whole(image, t[:1])
-        from monai.inferers import sliding_window_inference
-        return sliding_window_inference(image, recipe.image_size, 4, lambda w: whole(w, t[:1])[:, None],
-            overlap=0.25, mode="gaussian", padding_mode="replicate")[:, 0]
+        tiles.run = lambda w: whole(w, t[:1])[:, None].float()
+        if recipe.mode == "resize": return tiles(image)[:, 0]
+        return blend_tiles(tiles, image, overlap, image.device, "replicate")[:, 0]
 
     return predict
+
+# %% ../../nbs/recipes/01_fast_ddpm.ipynb #65b6a3e9
+def _patches(recipe, shape, passes, device, overlap, tile_batch, progress):
+    "The `Tiles` of a volume in patch mode, the volume itself otherwise; raises `UserError` for what does not fit."
+    if recipe.mode == "resize" and overlap is not None:
+        raise UserError(f"overlap={overlap}: mode='resize' takes the volume at once, without patches; leave it away")
+    size = recipe.image_size if recipe.mode == "patch" else shape
+    n = passes * count_tiles(shape, size, checked_overlap(overlap))
+    return Tiles(None, n, size, device, tile_batch, in_bf16(recipe, device), reuse=False, progress=progress)
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #37ea31ba
 def synthesize(
@@ -289,15 +298,20 @@ def synthesize(
     seed:int=0,  # of the noise
     samples:int=1,  # independent samples that are averaged, ≥ 1
     sampler=ddim_sample,  # of medlab.losses.diffusion
+    overlap:float=None,  # of neighbouring patches in patch mode, share of their side; None: see `checked_overlap`
+    tile_batch:int=None,  # patches at once, ≥ 1; None: found by the clock, see `BatchSize`
+    progress:bool=None,  # see `Meter`
     **options,  # of the sampler
 ) -> torch.Tensor:  # (z, y, x), normalized
     "Sample one modality of one image."
     device, channel = next(model.parameters()).device, recipe.modalities.index(modality)
-    predict = _denoiser(recipe, model, image[None].to(device), channel)
     if sampler is ddim_sample: options = dict(points=recipe.time_points) | options
     options |= dict(schedule=recipe.schedule, prediction=recipe.prediction)
     noise = (torch.randn((1, *image.shape[1:]), generator=generator(seed, "sample", i)) for i in range(samples))
-    return torch.stack([sampler(predict, x.to(device), **options) for x in noise]).mean(0)[0].cpu()
+    passes = samples * len(options.get("points", range(recipe.schedule.T)))
+    with _patches(recipe, image.shape[1:], passes, device, overlap, tile_batch, progress) as tiles:
+        predict = _denoiser(recipe, model, image[None].to(device), channel, checked_overlap(overlap), tiles)
+        return torch.stack([sampler(predict, x.to(device), **options) for x in noise]).mean(0)[0].cpu()
 
 
 def _fit(recipe, image):
@@ -318,7 +332,9 @@ def _choose(recipe, case, modality):
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #b90ea937
 FastDDPM.predict_options = dict(modality=(str, None, "what to synthesize; default the one that is missing"),
-    samples=(int, 1, "independent samples to average"), seed=(int, 0, "of the noise"))
+    samples=(int, 1, "independent samples to average"), seed=(int, 0, "of the noise"),
+    overlap=(float, None, f"of neighbouring patches in patch mode, share of their side; default {OVERLAP}"),
+    tile_batch=(int, None, "patches at once, which changes no value; default the fastest, found while it predicts"))
 
 
 def synthesize_case(

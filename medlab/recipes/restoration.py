@@ -6,7 +6,6 @@
 __all__ = ['REMEDIES', 'SWITCHES', 'PIXEL_LOSSES', 'NUMBERS', 'RestorationKnobs', 'Restoration', 'restore']
 
 # %% ../../nbs/recipes/02_restoration.ipynb #6e6ec08d
-import sys
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -16,6 +15,7 @@ from fastcore.basics import patch
 from ..core import UnknownName, UserError, derive_seed, strict
 from ..losses.frequency import amplitude_phase, charbonnier, fft_loss, l1
 from ..memory.inference import sums_device
+from ..memory.tiles import OVERLAP, Tiles, blend_tiles, checked_overlap, count_tiles, in_bf16
 from ..metrics import psnr, ssim
 from ..nets import frequency
 from ..nets.restoration import OPTIONS, restoration_net
@@ -288,9 +288,8 @@ def read(self:Restoration, knob, model, default):
     return default if value is None else value
 
 # %% ../../nbs/recipes/02_restoration.ipynb #9a418bff
-def _tile_size(recipe, tile, overlap):
-    "Sides of the tiles; raises `UserError` for tiles and overlaps that cannot be."
-    if not 0 <= overlap < 1: raise UserError(f"overlap={overlap} must be in [0, 1); 0.5 is usual")
+def _tile_size(recipe, tile):
+    "Sides of the tiles; raises `UserError` for tiles that cannot be."
     if tile is None: return recipe.image_size
     if tile >= 1: return (tile,) * recipe.spatial_dims
     raise UserError(f"tile={tile} must be at least 1 voxel; leave it away for {recipe.image_size}")
@@ -301,21 +300,20 @@ def restore(
     model:torch.nn.Module,  # in evaluation mode
     whole,  # `Whole` of a dataset
     tile:int=None,  # side of the tiles, voxels, ≥ 1; None: as the training crop
-    overlap:float=0.5,  # of neighbouring tiles, share of their side, in [0, 1)
+    overlap:float=None,  # of neighbouring tiles, share of their side, in [0, 1); None: see `checked_overlap`
     sums:str="auto",  # where tiles are added up, see `sums_device`
-    progress:bool=None,  # show a bar over the tiles; None: on a terminal
+    progress:bool=None,  # see `Meter`
+    tile_batch:int=None,  # tiles at once, ≥ 1; None: found by the clock, see `BatchSize`
 ) -> torch.Tensor:  # (n, 1, *space) on the CPU, in the input's scale
     "Restore every frame of a picture; raises `UserError` for tiles that cannot be."
-    from monai.inferers import sliding_window_inference
-    size, device = _tile_size(recipe, tile, overlap), next(model.parameters()).device
-    bar = sys.stderr.isatty() if progress is None else progress
+    overlap, size, device = checked_overlap(overlap), _tile_size(recipe, tile), next(model.parameters()).device
     run = lambda w: model(w[:, :1], w[:, 1:] if w.shape[1] > 1 else None).float()
     frames = whole.image if whole.depth is None else torch.cat([whole.image, whole.depth], 1)
     place = sums_device(sums, frames[0].numel(), device)
-    if all(n <= s for n, s in zip(frames.shape[2:], size)): tiled = lambda x: run(x.to(device))
-    else: tiled = lambda x: sliding_window_inference(x.to(place), size, 4, run, overlap=overlap,
-        mode="gaussian", padding_mode="replicate", progress=bar, sw_device=device, device=place)
-    return torch.cat([tiled(x[None]).cpu() for x in frames])
+    at_once, n = all(n <= s for n, s in zip(frames.shape[2:], size)), count_tiles(frames.shape[2:], size, overlap)
+    with Tiles(run, len(frames) * n, size, device, tile_batch, in_bf16(recipe, device), progress=progress) as tiles:
+        if at_once: return torch.cat([tiles(x[None].to(device)).cpu() for x in frames])
+        return torch.cat([blend_tiles(tiles, x[None], overlap, place, "replicate").cpu() for x in frames])
 
 # %% ../../nbs/recipes/02_restoration.ipynb #d1fa0160
 def _input(pair):
@@ -326,7 +324,8 @@ def _input(pair):
 
 
 Restoration.predict_options = dict(tile=(int, None, "side of the tiles; default the side of the training crop"),
-    overlap=(float, 0.5, "of neighbouring tiles, share of their side"),
+    overlap=(float, None, f"of neighbouring tiles, share of their side; default {OVERLAP}"),
+    tile_batch=(int, None, "tiles at once, which changes no value; default the fastest, found while it predicts"),
     sums=(str, "auto", "where tiles are added up: device, host, or auto: the device where they take less than a "
         "quarter of what is free"))
 

@@ -7,7 +7,6 @@ __all__ = ['WEIGHTS', 'REMEDIES', 'SegmentationKnobs', 'Segmentation', 'probabil
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #44a38f11
 import itertools
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
@@ -18,6 +17,7 @@ from fastcore.basics import patch
 from ..core import UserError, derive_seed, strict
 from ..losses.segmentation import SurfaceTerm, ce_loss, cldice_loss, dice_loss, supervised
 from ..memory.inference import sums_device
+from ..memory.tiles import OVERLAP, Tiles, blend_tiles, checked_overlap, count_tiles, in_bf16
 from ..metrics import label_scores
 from ..nets.segmentation import classes_of, heads, segmentation_net, side_factor
 from ..data.cases import Report
@@ -372,23 +372,21 @@ def probabilities(
     model:torch.nn.Module,  # in evaluation mode
     image:torch.Tensor,  # (c, z, y, x), normalized
     tile:int=None,  # side of the windows, voxels, ≥ 1, made a multiple of what the network divides by; None: the patch
-    overlap:float=0.5,  # of neighbouring windows, share of their side, in [0, 1)
+    overlap:float=None,  # of neighbouring windows, share of their side, in [0, 1); None: see `checked_overlap`
     flips:bool=False,  # mean over all flips along the recipe's axes
     sums:str="auto",  # where windows are added up, see `sums_device`
-    progress:bool=None,  # show a bar over the windows; None: on a terminal
+    progress:bool=None,  # see `Meter`
+    tile_batch:int=None,  # windows at once, ≥ 1; None: found by the clock, see `BatchSize`
 ) -> torch.Tensor:  # (n, z, y, x) float32 on the CPU
     "The probability of every class in every voxel; raises `UserError` for windows that cannot be."
-    from monai.inferers import sliding_window_inference
-    if not 0 <= overlap < 1: raise UserError(f"overlap={overlap} must be in [0, 1); 0.5 is usual")
-    size, device = _window_size(recipe, tile), next(model.parameters()).device
-    run = lambda w: heads(model(w))[0].float().softmax(1)
-    bar = sys.stderr.isatty() if progress is None else progress
-    ways, total = _flip_axes(recipe.flips if flips else ""), 0
+    overlap, size = checked_overlap(overlap), _window_size(recipe, tile)
+    device, ways, total = next(model.parameters()).device, _flip_axes(recipe.flips if flips else ""), 0
     place = sums_device(sums, image[0].numel() * len(recipe.table), device)
-    for axes in ways:
-        p = sliding_window_inference(image[None].flip(axes).to(place), size, 4, run,
-            overlap=overlap, mode="gaussian", progress=bar, sw_device=device, device=place)
-        total = total + p.flip(axes).cpu() / len(ways)
+    run, n = lambda w: heads(model(w))[0].float().softmax(1), len(ways) * count_tiles(image.shape[1:], size, overlap)
+    with Tiles(run, n, size, device, tile_batch, in_bf16(recipe, device), progress=progress) as tiles:
+        for axes in ways:
+            p = blend_tiles(tiles, image[None].flip(axes), overlap, place)
+            total = total + p.flip(axes).cpu() / len(ways)
     return total[0]
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #45970664
@@ -407,7 +405,8 @@ def segment(
 # %% ../../nbs/recipes/03_segmentation.ipynb #6d5a769e
 Segmentation.predict_options = dict(
     tile=(int, None, "side of the windows, made a multiple of what the network divides by; default the patch"),
-    overlap=(float, 0.5, "of neighbouring windows, share of their side"),
+    overlap=(float, None, f"of neighbouring windows, share of their side; default {OVERLAP}"),
+    tile_batch=(int, None, "windows at once, which changes no label; default the fastest, found while it predicts"),
     flips=(bool, False, "true: mean over the flips that were trained with"),
     sums=(str, "auto", "where windows are added up: device, host, or auto: the device where they take less than a "
         "quarter of what is free"),
