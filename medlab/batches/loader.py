@@ -227,7 +227,8 @@ def _made(self:BatchLoader, iteration):
 # %% ../../nbs/batches/05_loader.ipynb #bd6fc6e0
 @patch
 def _take(self:BatchLoader, iteration, began, waiting):
-    micros, drawn, faults, dropped = [], [], [], 0
+    micros, drawn = [], []
+    faults, dropped = [], 0
     self.accumulated = n = self.knobs.now.gradient_accumulation_steps
     for i in range(n):
         with waiting: samples, indices, bad = self._usable()

@@ -18,7 +18,9 @@ from fastcore.basics import patch
 class Names(ast.NodeVisitor):
     "Collects what a definition names: names, attributes, `name.attribute` pairs and late imports."
 
-    def __init__(self): self.names, self.attributes, self.pairs, self.late = set(), set(), set(), []
+    def __init__(self):
+        self.names, self.attributes = set(), set()
+        self.pairs, self.late = set(), []
 
     def visit_Name(self, node): "A name."; self.names.add(node.id)
     def visit_arg(self, node): "A parameter, whose annotation is not looked at."

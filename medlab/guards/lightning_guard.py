@@ -47,7 +47,8 @@ class LightningHooks:
 
     def __init__(self, run, log, knobs):
         self.options, self.knobs = dict(run=run, log=log), knobs
-        self.guard, self.report, self.output, self.stored = None, None, None, None  # `StepGuard`; last `StepResult`
+        self.guard, self.report = None, None  # `StepGuard`; last `StepResult`
+        self.output, self.stored = None, None
 
     def on_train_start(self, trainer, pl_module):
         "Make the guard, and stand in for the hooks."

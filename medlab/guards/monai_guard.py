@@ -68,7 +68,7 @@ def _plain(x): return x.as_tensor() if isinstance(x, MetaTensor) else x
 # %% ../../nbs/guards/09_monai_guard.ipynb #193de21b
 @patch
 def _loss(self:MonaiGuard, engine, part):
-    image, label, args, kwargs = part
+    (image, label), (args, kwargs) = part[:2], part[2:]
     x, y = (_plain(image), _plain(label)) if getattr(engine, "compile", False) else (image, label)
     number, out = self.guard.own.part, {Keys.IMAGE: image, Keys.LABEL: label}
     if number is not None: engine.state.output = out

@@ -181,7 +181,8 @@ class Tiles:
         reuse:bool=True,  # compute constant tiles once; False: `run` changes from call to call
         progress:bool=None,  # see `Meter`
     ):
-        self.run, self.device, self.bf16, self.reuse = run, torch.device(device), bf16, reuse
+        self.run, self.device = run, torch.device(device)
+        self.bf16, self.reuse = bf16, reuse
         voxels = torch.Size(tile).numel()
         self.size, self.tile = BatchSize(batch_sizes(total, voxels, device, batch)), tuple(tile)
         self.told, self.meter = len(self.size.seconds) == 1, Meter(total, progress)

@@ -187,7 +187,8 @@ def summary(self:Run,
 ) -> dict:  # name, recipe, step, target, best, loss, bad (is the last loss not finite), line and marks of `sparkline`
     "How far the run came, for a list of runs; numbers as text, None where there is none."
     from medlab.plots import sparkline
-    meta, loss, line, marks = self.meta, None, "", ""
+    meta, loss = self.meta, None
+    line = marks = ""
     if "loss" in self.names():
         s = self.metrics("loss", points=points)["loss"]
         line, marks = sparkline(s.low, s.high, s.bad)

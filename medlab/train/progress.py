@@ -107,7 +107,8 @@ class EventPrinter:
         most:int=20,  # shapes of one kind; more are counted together
         clock=time.monotonic,
     ):
-        self.levels, self.whole, self.every, self.most, self.clock = levels, whole, every, most, clock
+        self.levels, self.whole = levels, whole
+        self.every, self.most, self.clock = every, most, clock
         self.lock = threading.Lock()
         self._forget()
 

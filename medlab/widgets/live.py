@@ -163,7 +163,8 @@ class Still:
         draw,  # function that gives the picture, HTML; called in any thread
     ):
         self.widget, self.draw = weakref.ref(widget), draw  # a widget that nobody holds any more may go
-        self.name, self.shown, self.key, self.due = widget.model_id, False, None, 0.0
+        self.name, self.shown = widget.model_id, False
+        self.key, self.due = None, 0.0
 
     def _publish(self, update):
         began = time.monotonic()

@@ -30,7 +30,9 @@ class Listed:
 
     def __init__(self,
         path,  # run directory; raises `UserError` where there is none
-    ): self.reader, self.status, self.row, self.created = RunReader(path), RunState(), {}, 0.0
+    ):
+        self.reader, self.status = RunReader(path), RunState()
+        self.row, self.created = {}, 0.0  # of the run as it was read last
 
     def close(self): "Close the database."; self.reader.close()
 
