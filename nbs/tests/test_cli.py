@@ -203,7 +203,9 @@ def test_a_bad_case_is_quarantined_or_refused(root, tmp_path, kind):
     assert sorted(sum((run.meta["data"]["split"][k] for k in ("train", "val", "test")), [])) == ["PHANTOM-0001", "PHANTOM-0003", "PHANTOM-0004"]
     is_mistake(said(*DEBUG, "--run", tmp_path / "alone", "--data-root", tmp_path / "cases/PHANTOM-0002", *options), "none of the 1 cases", reason)
     assert not (tmp_path / "alone").exists()
-    assert said("check", tmp_path / "cases")[0] == (0 if kind in ("alone", "target") else 2), "a modality too few is no fault of a case as such"
+    status, out, err = said("check", tmp_path / "cases", *DEBUG[2:], *options)
+    assert status == 0 and reason in out and "3 sound, 1 in quarantine" in out and out.endswith(" would start\n"), "check says what train does"
+    is_mistake(said("check", tmp_path / "cases/PHANTOM-0002", *DEBUG[2:], *options), "none of the 1 cases", reason)
 
 
 def test_a_missing_modality_is_no_fault(root, tmp_path):

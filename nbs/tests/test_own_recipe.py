@@ -277,6 +277,18 @@ def test_the_network_of_ones_own_leaves_with_its_code(home):
     assert status == 2 and "a bundle predicts from files" in err and not (root / "bundle").exists()
 
 
+def test_an_example_gives_a_program_and_a_comparison(home):
+    root, file = home
+    text = Path(file).read_text().replace(f"from helpers_of_{Path(file).stem} import WIDTH", "WIDTH = 3")
+    Path(file).write_text(text + "\n    def example_inputs(self): return (torch.randn(1, 1, *self.shape),)\n")
+    trained(file, root / "run")
+    status, out, err = said("export", root / "run", root / "out")
+    assert status == 0 and "safetensors, program; the raw weights" in out, (out, err)
+    assert "its numbers were compared" in (root / "out/docs/README.md").read_text()
+    program = torch.export.load(root / "out/models/program.pt2").module()
+    assert program(torch.ones(1, 1, 8, 8, 8)).shape == (1, 1, 8, 8, 8)
+
+
 def test_a_network_that_lies_elsewhere_is_refused(home):
     root, file = home
     trained(file, root / "run")
