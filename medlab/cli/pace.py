@@ -31,6 +31,7 @@ def smaller(
 ) -> str:  # its name; "" where there is none
     "The named size that is smaller than a recipe."
     fits = lambda fields: all(getattr(recipe, k) == v for k, v in fields.items())
+    if recipe.tiny and fits(recipe.tiny): return ""  # of --debug, which is smaller still
     return next((k for k, fields in recipe.sizes.items() if fields and not fits(fields)), "")
 
 # %% ../../nbs/cli/08_pace.ipynb #ea881892
