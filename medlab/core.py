@@ -149,10 +149,12 @@ def strict(
     return cls
 
 # %% ../nbs/00_core.ipynb #628ceea4
-def _explanation(name, told):
-    "A line for a parameter."
+def _explanation(name, told, source):
+    "A line for a parameter; the comment of one like **knobs is not found by `docments`."
     default = "" if told.default is inspect.Parameter.empty else f" (default: {told.default!r})"
-    return f"    {name}: {' '.join((told.docment or 'see its type').split())}{default}"
+    beside = re.search(rf"^ *\*\*{name}, *# *(.+)$", source, re.M)
+    words = told.docment or (beside[1] if beside else "see its type")
+    return f"    {name}: {' '.join(words.split())}{default}"
 
 
 def explained(
@@ -160,8 +162,8 @@ def explained(
 ):  # the same
     "Write the comments of the parameters below the docstring, for `?` and `help`; a decorator."
     made = thing.__init__ if inspect.isclass(thing) else thing
-    try: found = docments(made, full=True, returns=False)
+    try: found, source = docments(made, full=True, returns=False), inspect.getsource(made)
     except (OSError, TypeError): return thing  # no source
-    lines = [_explanation(k, v) for k, v in found.items() if k not in ("self", "cls")]
+    lines = [_explanation(k, v, source) for k, v in found.items() if k not in ("self", "cls")]
     thing.__doc__ = f"{inspect.cleandoc(thing.__doc__ or '')}\n\nParameters:\n" + "\n".join(lines)
     return thing

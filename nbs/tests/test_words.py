@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from medlab import Lab, Run, recipes
+from medlab import Lab, Run, Trainer, recipes
 from medlab.widgets.curves import Curves
 from medlab.widgets.groups import GROUPS
 from medlab.widgets.panel import Panel
@@ -38,7 +38,7 @@ def test_the_lesson_says_what_the_screen_shows():
     assert not (missing := [w for w in bold if w not in words]), missing
 
 
-@pytest.mark.parametrize("thing", [Lab, Viewer, Curves, Panel, Preview, RunList, Run.metrics], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("thing", [Trainer, Lab, Viewer, Curves, Panel, Preview, RunList, Run.metrics], ids=lambda t: t.__name__)
 def test_help_explains_every_parameter(thing):
     told = inspect.getdoc(thing)
     names = [n for n in inspect.signature(thing.__init__ if inspect.isclass(thing) else thing).parameters if n != "self"]

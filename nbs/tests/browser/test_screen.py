@@ -61,6 +61,7 @@ def test_everything_is_in_sight(lab):
     seen = lab.page.evaluate(SEEN)
     shot(lab, "screen_1500")
     assert seen["planes"] == [True] * 3 and len(seen["buttons"]) == 5 and all(seen["buttons"]), seen
+    assert lab.page.evaluate("() => { const t = document.querySelector('.mp-trouble'), r = document.querySelector('.mp-rest'); return t.scrollHeight <= t.clientHeight + 1 && r.clientHeight > 300 && r.scrollHeight > r.clientHeight }"), "what went wrong is told in full, above the controls, which scroll"
     assert len(seen["panels"]) == 8 and all(seen["panels"].values()), seen
 
 
