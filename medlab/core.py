@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MANY', 'UserError', 'UnknownName', 'RunFailed', 'nearest', 'own_line', 'with_own_line', 'CaseFault', 'derive_seed',
-           'generator', 'optional', 'line_of', 'strict']
+           'generator', 'optional', 'line_of', 'strict', 'explained']
 
 # %% ../nbs/00_core.ipynb #c34a6728
 import ast
@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from fastcore.docments import docments
 
 # %% ../nbs/00_core.ipynb #deb85ec0
 class UserError(ValueError):
@@ -188,3 +189,23 @@ def strict(
 
     cls.__init__ = checked
     return cls
+
+# %% ../nbs/00_core.ipynb #628ceea4
+def _explanation(name, told, source):
+    "A line for a parameter; the comment of one like **knobs is not found by `docments`."
+    default = "" if told.default is inspect.Parameter.empty else f" (default: {told.default!r})"
+    beside = re.search(rf"^ *\*\*{name}, *# *(.+)$", source, re.M)
+    words = told.docment or (beside[1] if beside else "see its type")
+    return f"    {name}: {' '.join(words.split())}{default}"
+
+
+def explained(
+    thing,  # class or function whose parameters have comments
+):  # the same
+    "Write the comments of the parameters below the docstring, for `?` and `help`; a decorator."
+    made = thing.__init__ if inspect.isclass(thing) else thing
+    try: found, source = docments(made, full=True, returns=False), inspect.getsource(made)
+    except (OSError, TypeError): return thing  # no source
+    lines = [_explanation(k, v, source) for k, v in found.items() if k not in ("self", "cls")]
+    thing.__doc__ = f"{inspect.cleandoc(thing.__doc__ or '')}\n\nParameters:\n" + "\n".join(lines)
+    return thing

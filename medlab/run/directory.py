@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 from fastcore.basics import patch
 
-from ..core import UnknownName, UserError, optional
+from ..core import UnknownName, UserError, explained, optional
 from .chunks import STATUS, last_steps, metric_names
 from .older_names import current_meta
 from .records import read_checkpoints, read_environment, read_events, read_meta, read_segments, void_after
@@ -116,6 +116,7 @@ def names(self:Run):
 
 # %% ../../nbs/run/07_directory.ipynb #c546092f
 @patch
+@explained
 def metrics(self:Run,
     *names,  # metrics; none: all
     points:int=None,  # reduce each to at most so many min/max buckets; None: every value

@@ -21,7 +21,7 @@ from ..batches.loader import BatchLoader
 from ..batches.processes import refuse_child
 from ..batches.quarantine import Quarantine
 from ..contracts.result import Notice
-from ..core import UserError, with_own_line
+from ..core import UserError, explained, with_own_line
 from ..guards.compilation import CompileWatch
 from ..guards.escalation import EscalationPolicy
 from ..guards.loss_scale import LossScaleWatch
@@ -69,11 +69,12 @@ def checked_threads(
     return threads or torch.get_num_threads()
 
 # %% ../../nbs/train/10_trainer.ipynb #ed3d5472
+@explained
 class Trainer:
     "Trains a recipe in a run directory."
 
     def __init__(self,
-        recipe:Recipe,
+        recipe:Recipe,  # what is trained: data, network, losses; one of `medlab.recipes`, or your own
         run="runs/first",  # run directory; made if absent
         resume:bool=False,  # go on with the run that lies there
         device=None,  # torch device; None: the GPU if there is one
@@ -81,8 +82,7 @@ class Trainer:
         # copies of the telemetry for other tools, see `medlab.run.loggers`, or a function that makes them when all else
         # is accepted
         loggers=(),
-        # values at the start, or where a run goes on a change before its next step; raises `UserError` for a bad one
-        **knobs,
+        **knobs,  # values at the start, or where a run goes on a change before its next step; `UserError` for a bad one
     ):
         refuse_child()
         self.recipe, self.path, self.threads = recipe, Path(run), checked_threads(threads)

@@ -17,7 +17,7 @@ import numpy as np
 from fastcore.basics import patch
 from PIL import Image as Pillow
 
-from ..core import UserError
+from ..core import UserError, explained
 from ..plots import plain
 from .codes import mend_kernel
 from .groups import LABELS, View, as_groups, draw_figure, sources_of
@@ -52,6 +52,7 @@ def read_view(
     return View(*(steps or (None, None)), width, request)
 
 # %% ../../nbs/widgets/05_curves.ipynb #b59e95ee
+@explained
 class Curves(anywidget.AnyWidget):
     "Curves of one or several runs, live in JupyterLab, drawn by `static/curves.js`. `close()` ends its thread."
     _esm = page_code("life", "curves")

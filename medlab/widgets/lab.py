@@ -13,6 +13,7 @@ import ipywidgets as W
 from fastcore.basics import patch
 from PIL import Image as Pillow
 
+from ..core import explained
 from ..run.reader import LIVE
 from .curves import Curves
 from .live import Still, Ticker, as_html, as_png
@@ -23,15 +24,16 @@ from .preview import Preview
 CSS = (resources.files("medlab") / "widgets/static/lab.css").read_text(encoding="utf-8")
 
 
+@explained
 class Lab(W.HBox):
     "Panel, curves and preview of a run, live in JupyterLab. `close()` takes it away; training is not touched by that."
     panel = curves = preview = _clock = None  # until the constructor has accepted its arguments
 
     def __init__(self,
         run,  # a Trainer, a Run, or the path of a run directory; raises `UserError` where there is none
-        groups=None,  # of curves, see `Curves`
-        share:float=0.1,  # of a thread's time spent on predictions, see `Preview`; 0: no preview
-        device="cpu",  # where predictions from checkpoints are made
+        groups=None,  # panels of curves: titles such as "loss", or {title: names of metrics}; None: all, see `Curves`
+        share:float=0.1,  # of a thread's time spent on predictions, in [0, 1]; 0: no preview
+        device="cpu",  # where predictions from checkpoints are made; those of a Trainer are made where it trains
     ):
         self.panel = Panel(run)
         self.curves = Curves(run, groups, status=self.panel.state)

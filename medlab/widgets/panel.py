@@ -16,7 +16,7 @@ import weakref
 import anywidget
 from fastcore.basics import patch
 
-from ..core import UserError
+from ..core import UserError, explained
 from ..run.reader import LIVE
 from .codes import mend_kernel
 from .controller import RunController, troubles
@@ -63,6 +63,7 @@ def _unknown(fresh, shown, low):
     return [*(r for r in fresh.values() if r.place >= low), *(r for r in shown if r.place < low)]
 
 # %% ../../nbs/widgets/10_panel.ipynb #96a9740a
+@explained
 class Panel(anywidget.AnyWidget):
     "State, buttons, fixes, knobs and log of a run, live in JupyterLab. `close()` ends its thread."
     _esm = page_code("life", "panel")

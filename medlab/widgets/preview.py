@@ -14,7 +14,7 @@ import ipywidgets as W
 import torch
 from fastcore.basics import patch
 
-from ..core import UserError
+from ..core import UserError, explained
 from ..plots import plain
 from ..run.directory import Run
 from ..train.state import load_model, recipe_of, torch_device
@@ -79,6 +79,7 @@ def _controls():
     return case, live, now, W.Label("", layout=W.Layout(flex="1 1 200px", min_width="0"))
 
 # %% ../../nbs/widgets/11_preview.ipynb #fc38b344
+@explained
 class Preview(W.VBox):
     "A case of a run as it is predicted now, in a viewer; `close()` ends its thread."
     _clock = None  # until the constructor has accepted its arguments

@@ -16,7 +16,7 @@ import anywidget
 import ipywidgets as W
 from fastcore.basics import patch
 
-from ..core import UnknownName, UserError
+from ..core import UnknownName, UserError, explained
 from ..plots import plain
 from ..run.directory import Runs
 from ..run.reader import LIVE, RunReader, RunState
@@ -89,6 +89,7 @@ class RunTable(anywidget.AnyWidget):
         self.on_msg(lambda _, message, buffers: heard(message))
 
 # %% ../../nbs/widgets/13_runs.ipynb #3ab4770c
+@explained
 class RunList(W.VBox):
     "The runs below a folder as a live table; a click opens the lab of a run. `close()` ends its threads."
     _clock = lab = None  # until the constructor has accepted its arguments

@@ -21,7 +21,7 @@ from fastcore.basics import patch
 from PIL import Image as Pillow
 from PIL import ImageDraw, ImageFont
 
-from ..core import UnknownName, UserError, optional
+from ..core import UnknownName, UserError, explained, optional
 from ..data.volume import Volume
 from .codes import Codes, Feed, encode, mend_kernel
 from .live import Still, as_html, as_png
@@ -170,6 +170,7 @@ def set_state(self:ViewState,
     anywidget.AnyWidget.set_state(self, sync_data)
 
 # %% ../../nbs/widgets/04_viewer.ipynb #fab7e95c
+@explained
 class Viewer(ViewState):
     "Volumes in linked planes; raises `UserError` for what cannot be shown together."
     _still = None  # until it is displayed
@@ -179,7 +180,7 @@ class Viewer(ViewState):
         mask=None,  # labels 0…255 (z, y, x), or dict name → labels; None: no overlay
         names=None,  # name of each volume; None: its own
         spacing=None,  # voxel size (z, y, x) of plain arrays, mm; None: unknown
-        window=None,  # grey levels, see `first_windows`
+        window=None,  # grey levels: (lowest, highest), a preset such as "CT lung", "each"; None: 1st to 99th percentile
         at=None,  # voxel (z, y, x) of the cursor; None: the middle
         labels=None,  # label → name, of the mask
         colors=None,  # label → colour, or one colour, of the mask

@@ -388,7 +388,8 @@ function view({ model, el, kept }) {
     let bad = 0;
     for (const curve of curves(p)) bad += wrong(m, curve);
     overlay(m);
-    p.say.textContent = [y.below && `${y.below} at or below 0, off the logarithmic axis`, bad && `not finite in ${bad} place${bad > 1 ? "s" : ""}`].filter(Boolean).join(" · ");
+    p.say.textContent = [y.below && `${y.below} at or below 0, off the logarithmic axis`, bad && `${bad} not finite`].filter(Boolean).join(" · ");
+    p.say.title = p.say.textContent;
     p.canvas.setAttribute("aria-label", `${p.title}, steps ${whole(x[0])} to ${whole(x[1])}${y.empty ? ", nothing recorded yet" : ""}. Arrow keys read values, plus and minus zoom, 0 shows all steps.`);
   }
 

@@ -8,7 +8,7 @@ function life(model, changed) {  // `changed` is called when the answer is anoth
   LIVES.set(key, common);
   const own = { dead: false, silent: false };
   const look = () => { const silent = common.heard > 0 && Date.now() - common.heard > QUIET; if (silent !== own.silent) { own.silent = silent; changed() } };
-  const live = () => { const dead = model.comm_live === false; if (dead !== own.dead) { own.dead = dead; changed() } };
+  const live = () => { const dead = model.comm_live !== true; if (dead !== own.dead) { own.dead = dead; changed() } };
   const timer = setInterval(look, 1000);
   common.views.add(look); model.on("comm_live_update", live);
   return {

@@ -122,6 +122,9 @@ body[data-jp-theme-light="false"] .medlab-panel { --mp-brand: #64b5f6; --mp-on: 
   .mp-until { height: 42px; padding-top: 6px }
   .mp-unit { display: none }
   .mp-bartop select { flex-basis: 92px }
+  .mp-bartop .mp-fold .mp-muted { display: none }
+  .mp-label { height: auto }
+  .mp-label .mp-cut { white-space: normal; overflow-wrap: anywhere; line-height: 1.1 }
 }
 @media (prefers-reduced-motion: no-preference) { .mp-switch::after { transition: left .12s } }`;
 

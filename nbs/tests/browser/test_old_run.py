@@ -100,4 +100,4 @@ def test_nothing_lies_over_another_or_is_cut(old):
     old.until(f"() => ({MARKS})().length === 2")
     for marks in map(sorted, old.page.evaluate(MARKS)):
         assert len(marks) > 6 and all(a[1] <= b[0] for a, b in zip(marks, marks[1:])), marks
-        assert marks[-1][2].endswith(" ×2"), "of marks that are joined, the number is never cut off"
+        assert any(m[2].endswith(" ×2") for m in marks), "of marks that are joined, the number is never cut off"

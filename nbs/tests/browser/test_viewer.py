@@ -204,7 +204,7 @@ def test_columns_difference_zoom_and_pan(shown):
     shown.kernel("v.limit = 60"); settle(shown, 4)
     assert np.abs(np.array(shown.page.evaluate(red, 0)) - (216.5, 139.5, 149)).max() <= 1
     planes.nth(3).scroll_into_view_if_needed(); settle(shown)
-    shown.page.mouse.click(*at(plane(shown, 3), 0.26, 0.5)); shown.wait("v.cursor[2] == 8")  # linked: a click in the other column
+    shown.page.mouse.click(*at(plane(shown, 3), 0.74, 0.5)); shown.wait("v.cursor[2] == 8")  # linked: a click in the other column
     shown.page.keyboard.down("Control"); shown.page.mouse.wheel(0, -300); shown.page.keyboard.up("Control")
     shown.wait("v.zoom > 2 and v.centre[2] < 15")
     before = float(shown.kernel("print(v.centre[2])"))
