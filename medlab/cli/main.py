@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['COMMANDS', 'resumed_run', 'stored_recipe', 'trained_recipe', 'Job', 'free_name', 'new_job', 'resumed_job',
-           'loggers_of', 'train', 'Interrupted', 'predict', 'evaluate', 'export', 'one_folder', 'runs', 'check', 'lab',
-           'demo', 'selftest', 'usage', 'show_warning', 'main']
+           'loggers_of', 'train', 'cpu_threads', 'Interrupted', 'predict', 'evaluate', 'export', 'one_folder', 'runs',
+           'check', 'lab', 'demo', 'selftest', 'usage', 'show_warning', 'main']
 
 # %% ../../nbs/cli/05_main.ipynb #d313b561
+import contextlib
 import sys
 import traceback
 import warnings
@@ -18,7 +19,7 @@ import jsonargparse
 
 import medlab
 from ..core import UnknownName, UserError, optional
-from .options import RECIPES, explain, listed, option_type, options, recipe_class, several
+from .options import RECIPES, explain, listed, option_type, options, recipe_class, several, threads_for
 
 # %% ../../nbs/cli/05_main.ipynb #af00b374
 def resumed_run(
@@ -184,7 +185,23 @@ def _predict_parser():
     p.add_argument("output", type=str, help="a file, or a folder to write one file for each case into")
     p.add_argument("--best", action="store_true", help="with the weights that validation found best, not the newest")
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
+    p.add_argument("--threads", type=int,
+        help="CPU threads, default as many as there are cores, one on a busy machine")
     return p
+
+# %% ../../nbs/cli/05_main.ipynb #527ba6a9
+@contextlib.contextmanager
+def cpu_threads(
+    threads:int=None,  # ≥ 1; None: as many as torch uses, one where other programs keep the cores busy
+):
+    "Compute with so many threads within it; raises `UserError` for less than one."
+    import torch
+    if threads is not None and threads < 1: raise UserError(f"--threads {threads} must be at least 1")
+    before, (chosen, note) = torch.get_num_threads(), threads_for(threads)
+    if note and chosen != before: print(f"computing{note.strip(',')}; --threads says otherwise", file=sys.stderr)
+    torch.set_num_threads(chosen or before)
+    try: yield
+    finally: torch.set_num_threads(before)
 
 # %% ../../nbs/cli/05_main.ipynb #cde40399
 def _in_memory(recipe, model, case, options):
@@ -240,7 +257,7 @@ def predict(
     cases = recipe.find(a.input)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:
         raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
-    failed = _predict_all(recipe, model, step, cases, a.output, own)
+    with cpu_threads(a.threads): failed = _predict_all(recipe, model, step, cases, a.output, own)
     if failed and len(cases) > 1:
         print(f"medlab: {len(failed)} of {len(cases)} cases could not be predicted: {', '.join(failed)}",
             file=sys.stderr)
