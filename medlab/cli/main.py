@@ -170,7 +170,8 @@ def _parse(p, argv, own):
     "(what was typed, what of it are options of the recipe); raises `UserError`."
     for name, (kind, default, text) in own.items():
         typed = option_type(kind) if default is None or kind is tuple else kind
-        p.add_argument("--" + name, type=typed, default=default, help=text)
+        spellings = dict.fromkeys(("--" + name, "--" + name.replace("_", "-")))
+        p.add_argument(*spellings, type=typed, default=default, help=text)
     try: given = p.parse_args([*map(listed, argv)])
     except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
     return given, {k: several(kind, given[k]) for k, (kind, _, _) in own.items()}

@@ -25,11 +25,11 @@ def said(*argv):
 def root(tmp_path_factory):
     "A run, and two volumes."
     root = tmp_path_factory.mktemp("prediction")
-    recipe = recipes.Segmentation(image_size=(8, 8, 8), filters=(4, 8, 8), phantoms=4)
+    recipe = recipes.Segmentation(image_size=(16, 16, 16), filters=(4, 8, 8), phantoms=4)
     with Trainer(recipe, root / "run", threads=1) as t: t.fit(1, progress=False)
     rng = np.random.default_rng(0)
     (root / "in").mkdir()
-    for name in "ab": nib.save(nib.Nifti1Image(rng.normal(size=(20, 20, 20)).astype(np.float32), np.eye(4)), root / f"in/{name}.nii.gz")
+    for name in "ab": nib.save(nib.Nifti1Image(rng.normal(size=(40, 40, 40)).astype(np.float32), np.eye(4)), root / f"in/{name}.nii.gz")
     return root
 
 
@@ -59,7 +59,7 @@ def test_windows_at_once_change_nothing_and_are_said(root, tmp_path):
     with torch.no_grad(): one, *others = (probabilities(recipe, model, image, tile_batch=n) for n in (1, 3, 16, None))
     assert all(torch.allclose(p, one, atol=1e-6) for p in others)
     status, out, err = said("predict", root / "run", root / "in/a.nii.gz", tmp_path, "--threads", 1)
-    assert status == 0 and "a: 64 tiles of 8 × 8 × 8, " in err and "ms a tile, by how many: 1: " in err, err
+    assert status == 0 and "a: 64 tiles of 16 × 16 × 16, " in err and "ms a tile, by how many: 1: " in err, err
     status, out, err = said("predict", root / "run", root / "in/a.nii.gz", tmp_path, "--tile-batch", 2)
     assert status == 0 and "tiles of" not in err, "nothing was tried"
     for option, words in (("--tile-batch", "tile_batch=0 must be at least 1"), ("--threads", "--threads 0 must be at least 1")):
@@ -77,7 +77,7 @@ def test_memory_for_fewer_windows_at_once_keeps_what_is_done(root, tmp_path, mon
     monkeypatch.setattr(SupervisedUNet, "forward", short)
     status, out, err = said("predict", root / "run", root / "in/a.nii.gz", tmp_path / "short", "--tile-batch", 8)
     assert expected[0] == status == 0 and "it goes on with 4 of its tiles at once" in err and "it goes on with 2 of its tiles" in err
-    assert {*sizes} == {(2, 8)} and "tried again" not in err, "no smaller tile was needed"
+    assert {*sizes} == {(2, 16)} and "tried again" not in err, "no smaller tile was needed"
     a, b = (nib.load(tmp_path / f"{k}/a-labels.nii.gz").get_fdata() for k in ("all", "short"))
     assert (a == b).mean() > 0.999
 
