@@ -276,12 +276,14 @@ def evaluate(
     p.add_argument("--best", action="store_true", help="with the weights that validation found best, not the newest")
     p.add_argument("--csv", type=str, help="file to write the rows into, every digit")
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
+    p.add_argument("--threads", type=int,
+        help="CPU threads, default as many as there are cores, one on a busy machine")
     try: a = p.parse_args(argv)
     except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
     if a.csv and not Path(a.csv).resolve().parent.is_dir():
         raise UserError(f"--csv {a.csv}: the folder {Path(a.csv).resolve().parent} does not exist; make it first")
     from medlab.cli.evaluate import evaluate_run
-    table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device)
+    with cpu_threads(a.threads): table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device)
     print(f"{a.run} at step {step}{' (best)' * a.best}, {len(table.rows)} cases of {a.data or 'the run, held out'}")
     print(table)
     if a.csv: table.to_csv(a.csv)
