@@ -329,7 +329,8 @@ def _input(pair):
     return replace(pair, sharp=None, blur=pair.sharp if alone else pair.blur, fault=pair.fault if several else "")
 
 
-Restoration.predict_options = dict(tile=(int, None, "side of the tiles; default that of the crop, up to twice for fftformer"),
+Restoration.predict_options = dict(
+    tile=(int, None, "side of the tiles; default that of the crop, up to twice for fftformer"),
     overlap=(float, None, "of neighbouring tiles, share of their side; default 0.25 for fftformer, else 0.5"),
     tile_batch=(int, None, "tiles at once, which changes no value; default the fastest, found while it predicts"),
     sums=(str, "auto", "where tiles are added up: device, host, or auto: the device where they take less than a "
