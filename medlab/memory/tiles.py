@@ -16,8 +16,7 @@ from tqdm.auto import tqdm
 
 from ..core import UserError
 from .inference import caller, notice
-from .oom import is_oom, shortage_of
-from .usage import Memory
+from .oom import clear_frames, give_back, is_oom
 
 # %% ../../nbs/memory/08_tiles.ipynb #542bf0a3
 def checked_overlap(
@@ -256,12 +255,12 @@ def _pass(self:Tiles, tiles):
         with torch.autocast(self.device.type, torch.bfloat16): return self.run(tiles)
     except Exception as e:
         if len(tiles) == 1 or not is_oom(e): raise
-        memory = Memory(self.device)
-        shortage = shortage_of(e, "prediction", memory)
-    shortage.release(memory)
+        kind, text = type(e).__name__, " ".join(str(e).split())[:200]
+        clear_frames(e)
+    give_back()
     self.size.shrink(len(tiles))
-    notice("out_of_memory", f"prediction: {shortage}; it goes on with {self.size.most} of its tiles at once", "warning",
-        where="prediction", error=shortage.kind, tiles=self.size.most)
+    notice("out_of_memory", f"prediction: memory ran out ({kind}: {text}); it goes on with {self.size.most} of its "
+        "tiles at once", "warning", where="prediction", error=kind, tiles=self.size.most)
 
 # %% ../../nbs/memory/08_tiles.ipynb #562b59b4
 def blend_tiles(
