@@ -7,13 +7,13 @@ __all__ = ['STEPS', 'demo_recipe', 'demo_knobs', 'seconds_in', 'faster_precision
            'draw_curves', 'run_demo']
 
 # %% ../../nbs/cli/02_demo.ipynb #fcd95a83
-import os
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from .options import threads_for
 from ..core import UserError
 from ..data.volume import write_volume
 from ..plots import show_curves, show_prediction
@@ -112,13 +112,6 @@ def draw_curves(
     marks = [(c.applied_step, ", ".join(f"{k} → {v}" for k, v in c.new.items())) for c in applied]
     return show_curves(run.metrics(*names, points=2000), marks, smooth=max(0, 1 - 40 / max(run.step, 1)))
 
-# %% ../../nbs/cli/02_demo.ipynb #52b6859c
-def _threads_for(threads):
-    "(threads to compute with, a note for the user): what was asked for, or one on a busy machine."
-    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2
-    if not busy: return threads, ""
-    return threads or 1, ", with one thread since the machine is busy"
-
 # %% ../../nbs/cli/02_demo.ipynb #a49a78b0
 def _leave_results(trainer, folder):
     "Write a volume, two pictures and a table; the table."
@@ -156,7 +149,7 @@ def run_demo(
     folder, start = Path(folder), time.perf_counter()
     run, passed = folder / "run", lambda: time.perf_counter() - start
     if run.exists(): raise UserError(f"{folder} holds a demo already; name another folder, or remove it")
-    threads, note = _threads_for(threads)
+    threads, note = threads_for(threads)
     device = torch_device(None)
     precision, why = faster_precision(device)
     print(f"training Fast-DDPM on phantoms for {steps} steps, in {run}{note}; {why}", flush=True)

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['FEW', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job', 'resumed_job',
-           'loggers_of', 'train', 'parsed', 'Interrupted', 'predict', 'evaluate', 'export', 'one_folder', 'runs',
-           'check', 'lab', 'demo', 'selftest', 'usage', 'show_warning', 'main']
+           'loggers_of', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict', 'evaluate', 'export', 'one_folder',
+           'runs', 'check', 'lab', 'demo', 'selftest', 'usage', 'show_warning', 'main']
 
 # %% ../../nbs/cli/05_main.ipynb #d313b561
+import contextlib
 import sys
 import traceback
 import warnings
@@ -18,7 +19,8 @@ import jsonargparse
 
 import medlab
 from ..core import UnknownName, UserError, optional
-from .options import RECIPES, explain, is_place, listed, option_type, options, recipe_class, several
+from .options import (
+    RECIPES, explain, is_place, listed, option_type, options, recipe_class, several, threads_for)
 
 # %% ../../nbs/cli/05_main.ipynb #af00b374
 def resumed_run(
@@ -204,7 +206,8 @@ def _parse(p, argv, own):
     "(what was typed, what of it are options of the recipe); raises `UserError`."
     for name, (kind, default, text) in own.items():
         typed = option_type(kind) if default is None or kind is tuple else kind
-        p.add_argument("--" + name, type=typed, default=default, help=text)
+        spellings = dict.fromkeys(("--" + name, "--" + name.replace("_", "-")))
+        p.add_argument(*spellings, type=typed, default=default, help=text)
     given = parsed(p, [*map(listed, argv)])
     return given, {k: several(kind, given[k]) for k, (kind, _, _) in own.items()}
 
@@ -231,7 +234,23 @@ def _predict_parser():
     _add_recipe(p)
     p.add_argument("--best", action="store_true", help="with the weights that validation found best, not the newest")
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
+    p.add_argument("--threads", type=int,
+        help="CPU threads, default as many as there are cores, one on a busy machine")
     return p
+
+# %% ../../nbs/cli/05_main.ipynb #527ba6a9
+@contextlib.contextmanager
+def cpu_threads(
+    threads:int=None,  # ≥ 1; None: as many as torch uses, one where other programs keep the cores busy
+):
+    "Compute with so many threads within it; raises `UserError` for less than one."
+    import torch
+    if threads is not None and threads < 1: raise UserError(f"--threads {threads} must be at least 1")
+    before, (chosen, note) = torch.get_num_threads(), threads_for(threads)
+    if note and chosen != before: print(f"computing{note.strip(',')}; --threads says otherwise", file=sys.stderr)
+    torch.set_num_threads(chosen or before)
+    try: yield
+    finally: torch.set_num_threads(before)
 
 # %% ../../nbs/cli/05_main.ipynb #cde40399
 def _in_memory(recipe, model, case, options):
@@ -290,7 +309,7 @@ def predict(
     cases = recipe.find(a.input)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:
         raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
-    failed = _predict_all(recipe, model, step, cases, a.output, own)
+    with cpu_threads(a.threads): failed = _predict_all(recipe, model, step, cases, a.output, own)
     if failed and len(cases) > 1:
         print(f"medlab: {len(failed)} of {len(cases)} cases could not be predicted: {', '.join(failed)}",
             file=sys.stderr)
@@ -309,11 +328,13 @@ def evaluate(
     p.add_argument("--csv", type=str, help="file to write the rows into, every digit")
     _add_recipe(p)
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
+    p.add_argument("--threads", type=int,
+        help="CPU threads, default as many as there are cores, one on a busy machine")
     a = parsed(p, argv)
     if a.csv and not Path(a.csv).resolve().parent.is_dir():
         raise UserError(f"--csv {a.csv}: the folder {Path(a.csv).resolve().parent} does not exist; make it first")
     from medlab.cli.evaluate import evaluate_run
-    table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, _named(argv))
+    with cpu_threads(a.threads): table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, _named(argv))
     n = len({r["case"] for r in table.rows})
     which = "the best that validation found" if a.best else "the newest"
     print(f"{a.run}, weights of step {step} ({which}): {n} cases of {a.data or 'the run, held out'}")

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['RECIPES', 'RUN_KEYS', 'is_place', 'recipe_class', 'field_names', 'known_keys', 'field_help', 'option_type', 'several',
            'train_parser', 'read_yaml', 'listed', 'normal_options', 'explain', 'checked_run', 'checked_fields',
-           'yaml_knob', 'merged_knobs', 'options']
+           'yaml_knob', 'merged_knobs', 'options', 'threads_for']
 
 # %% ../../nbs/cli/00_options.ipynb #a254fc70
 import importlib
 import inspect
+import os
 import re
 import typing
 from pathlib import Path
@@ -272,3 +273,11 @@ def options(
     fields = checked_fields(cls, {k: v for k, v in merged.items() if k in names})
     rest = {k: given.get(k) for k in ("resume", "use_wandb", "tensorboard", "debug")}
     return fields, knobs, rest | {k: v for k, v in merged.items() if k not in names}
+
+# %% ../../nbs/cli/00_options.ipynb #8b2b4ebb
+def threads_for(
+    threads:int=None,  # that were asked for; None: none were
+) -> tuple:  # (threads to compute with, None: as many as torch uses; a note for the user where it is one for that)
+    "What was asked for, or one thread on a busy machine."
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+    return (threads, "") if threads or not busy else (1, ", with one thread since the machine is busy")

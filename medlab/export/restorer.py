@@ -89,7 +89,7 @@ def load(self:Restorer,
 def predict(self:Restorer,
     model,  # of `build`, with the run's weights, in evaluation mode
     case,  # of `load`
-    **options,  # tile, overlap, sums: see `restore`
+    **options,  # tile, overlap, tile_batch, sums: see `restore`
 ):  # `Volume` or `Image` in the units of its file
     "Restore a picture."
     return replace(case.restore(restore(self, model, case, **options)), name="restored")

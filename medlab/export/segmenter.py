@@ -66,7 +66,7 @@ def load(self:Segmenter,
 def predict(self:Segmenter,
     model,  # of `build`, with the run's weights, in evaluation mode
     case,  # of `load`
-    **options,  # tile, overlap, flips, threshold, largest, sums: see `segment`
+    **options,  # tile, overlap, tile_batch, flips, threshold, largest, sums: see `segment`
 ):  # `Volume` of label ids on the file's grid
     "Label a case."
     return segment(self, model, case, **options)

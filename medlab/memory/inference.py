@@ -121,7 +121,9 @@ def notice(
 # %% ../../nbs/memory/06_inference.ipynb #8e83fdc5
 def infer(
     call,  # function with keywords, such as `tile`
-    recipe,  # whose `predict_options` say whether a tile can be chosen, and whose `image_size` is what the network sees
+    # whose `predict_options` say whether a tile can be chosen, and whose `image_size` and `tile_growth` how large the
+    # tiles are where none is
+    recipe,
     memory:Memory,  # of the network's device
     report,  # function of an event: (kind, text, level, **data)
     options:dict=None,  # keywords it is called with; None: none
@@ -130,7 +132,7 @@ def infer(
     say=None,  # see `Caller`
 ) -> tuple:  # (its result, None), or (None, sentence)
     "Call what predicts or scores, without gradients; where memory runs out, again, see `run_with_oom_retry`."
-    side = max(getattr(recipe, "image_size", None) or (0,))
+    side = max(getattr(recipe, "image_size", None) or (0,)) * getattr(recipe, "tile_growth", 1)
     with torch.no_grad(), on_device(memory.device), called_by(Caller(report, say)):
         return run_with_oom_retry(call, where, retries, options or {}, memory, report,
             "tile" in recipe.predict_options, side)

@@ -154,7 +154,7 @@ class Sum(torch.nn.Module):
 @pytest.mark.parametrize("kind", ("restoration", "segmentation"))
 def test_sums_of_windows_stay_on_the_host_where_they_take_much(kind, monkeypatch):
     "The network's windows go to the device, one by one; smaller tiles then need less of it."
-    recipe = SimpleNamespace(image_size=(8, 8), spatial_dims=2) if kind == "restoration" else SimpleNamespace(image_size=(8, 8, 8), network="dynunet", options={}, table=range(3), flips="")
+    recipe = SimpleNamespace(image_size=(8, 8), spatial_dims=2, network="restormer") if kind == "restoration" else SimpleNamespace(image_size=(8, 8, 8), network="dynunet", options={}, table=range(3), flips="")
     x = torch.rand(1, 1, 20, 20) if kind == "restoration" else torch.rand(1, 12, 12, 12)
     import monai.inferers
     infer, places = monai.inferers.sliding_window_inference, []

@@ -1,0 +1,92 @@
+"""A prediction in tiles: what it is fixed to, what is said of it, and what is left where it is stopped."""
+import contextlib
+import io
+import signal
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+from medlab import Trainer, recipes
+from medlab.cli.main import main
+from medlab.recipes.segmentation import probabilities
+from medlab.train.state import load_model
+
+
+def said(*argv):
+    "Exit status, standard output and standard error of the command, in this process."
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err): status = main(list(map(str, argv)))
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    "A run, and two volumes."
+    root = tmp_path_factory.mktemp("prediction")
+    recipe = recipes.Segmentation(image_size=(16, 16, 16), filters=(4, 8, 8), phantoms=4)
+    with Trainer(recipe, root / "run", threads=1) as t: t.fit(1, progress=False)
+    rng = np.random.default_rng(0)
+    (root / "in").mkdir()
+    for name in "ab": nib.save(nib.Nifti1Image(rng.normal(size=(40, 40, 40)).astype(np.float32), np.eye(4)), root / f"in/{name}.nii.gz")
+    return root
+
+
+def files(folder): return sorted(p.name for p in folder.rglob("*")) if folder.exists() else []
+
+
+@pytest.mark.parametrize("at", (1, 6))
+def test_ctrl_c_leaves_nothing_half_and_says_so(root, tmp_path, monkeypatch, at):
+    from medlab.nets.segmentation import SupervisedUNet
+    forward, calls = SupervisedUNet.forward, []
+    def stopped(self, x):
+        calls.append(len(x))
+        if len(calls) == at: signal.raise_signal(signal.SIGINT)
+        return forward(self, x)
+    monkeypatch.setattr(SupervisedUNet, "forward", stopped)
+    # 64 windows a case, 16 of them in each call of the network
+    status, out, err = said("predict", root / "run", root / "in", tmp_path / "out", "--tile-batch", 16)
+    first = at <= 4
+    assert status == 130 and f"interrupted: {'a' if first else 'b'} was not written" in err and "Traceback" not in err, err
+    assert files(tmp_path / "out") == ([] if first else ["a-labels.nii.gz"]), "no part, no half"
+    for f in (tmp_path / "out").glob("*.gz"): nib.load(f).get_fdata()
+
+
+def test_windows_at_once_change_nothing_and_are_said(root, tmp_path):
+    recipe, model, _ = load_model(root / "run")
+    image = recipe.data([recipe.find(root / "in/a.nii.gz")[0]]).whole(0, label=False).image
+    with torch.no_grad(): one, *others = (probabilities(recipe, model, image, tile_batch=n) for n in (1, 3, 16, None))
+    assert all(torch.allclose(p, one, atol=1e-6) for p in others)
+    status, out, err = said("predict", root / "run", root / "in/a.nii.gz", tmp_path, "--threads", 1)
+    assert status == 0 and "a: 64 tiles of 16 × 16 × 16, " in err and "ms a tile, by how many: 1: " in err, err
+    status, out, err = said("predict", root / "run", root / "in/a.nii.gz", tmp_path, "--tile-batch", 2)
+    assert status == 0 and "tiles of" not in err, "nothing was tried"
+    for option, words in (("--tile-batch", "tile_batch=0 must be at least 1"), ("--threads", "--threads 0 must be at least 1")):
+        assert (result := said("predict", root / "run", root / "in/a.nii.gz", tmp_path, option, 0))[0] == 2 and words in result[2], result
+
+
+def test_memory_for_fewer_windows_at_once_keeps_what_is_done(root, tmp_path, monkeypatch):
+    from medlab.nets.segmentation import SupervisedUNet
+    expected = said("predict", root / "run", root / "in/a.nii.gz", tmp_path / "all", "--tile-batch", 8)
+    forward, sizes = SupervisedUNet.forward, []
+    def short(self, x):
+        if len(x) > 2: raise torch.OutOfMemoryError("planted")
+        sizes.append((len(x), x.shape[2]))
+        return forward(self, x)
+    monkeypatch.setattr(SupervisedUNet, "forward", short)
+    status, out, err = said("predict", root / "run", root / "in/a.nii.gz", tmp_path / "short", "--tile-batch", 8)
+    assert expected[0] == status == 0 and "it goes on with 4 of its tiles at once" in err and "it goes on with 2 of its tiles" in err
+    assert {*sizes} == {(2, 16)} and "tried again" not in err, "no smaller tile was needed"
+    a, b = (nib.load(tmp_path / f"{k}/a-labels.nii.gz").get_fdata() for k in ("all", "short"))
+    assert (a == b).mean() > 0.999
+
+
+def test_the_number_of_threads_is_put_back(root, tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.getloadavg", lambda: (1e3,) * 3)
+    torch.set_num_threads(2)
+    try:
+        status, out, err = said("predict", root / "run", root / "in/a.nii.gz", tmp_path)
+        assert status == 0 and "with one thread since the machine is busy" in err and torch.get_num_threads() == 2
+    finally: torch.set_num_threads(before)
