@@ -56,7 +56,7 @@ from .saving import Saver, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
 from .state import recipe_of, torch_device
 from .telemetry import Telemetry
-from .validation import Validation
+from .validation import Validation, table_of
 from .worker import Worker, idle, interrupts, start_worker, wait_for
 
 # %% ../../nbs/train/10_trainer.ipynb #17e7110a
@@ -522,8 +522,8 @@ def _validate(self:Trainer):
 @patch
 def _scores(self:Trainer, cases):
     "(the table of the cases, None), or (None, why memory did not suffice)."
-    return infer(lambda **kw: self.recipe.evaluate(self.snapshot(), cases, **kw), self.recipe, self.memory,
-        self._report, None, "validation", self.knobs.val_retries)
+    score = lambda **kw: table_of(self.recipe, self.recipe.evaluate(self.snapshot(), cases, **kw))
+    return infer(score, self.recipe, self.memory, self._report, None, "validation", self.knobs.val_retries)
 
 # %% ../../nbs/train/10_trainer.ipynb #70036ca5
 @patch

@@ -3,13 +3,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import nn
 
 from medlab.core import generator
-from medlab.recipes.base import Recipe
+from medlab.recipes.base import Recipe, Table
 from medlab.run.directory import Run
 from medlab.train.trainer import Trainer
 
@@ -27,7 +26,7 @@ class Toy(Recipe):
         return [dict(x=v, y=v.sum(0, keepdim=True), case=f"toy{i:02}") for i, v in enumerate(x)]
 
     def losses(self, model, batch): return dict(loss=(model(batch["x"]) - batch["y"]).square().mean(1))
-    def evaluate(self, model, cases=None, **options): return SimpleNamespace(metrics=dict(mse=float(model(torch.ones(2, 4)).square().mean())))
+    def evaluate(self, model, cases=None, **options): return Table([dict(case="ones", mse=float(model(torch.ones(2, 4)).square().mean()))])
 
 
 def trainer(path, recipe=None, **knobs):
