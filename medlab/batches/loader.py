@@ -65,6 +65,7 @@ class BatchLoader:
         self.prefetches = knobs.now.prefetch  # as the knob says, or off since memory ran out
         self.ask = lambda **knobs: None  # function (source, **knobs) that asks for a change of knobs
         self.first, self.one_size = First(len(self.dataset)), OneSize(self.dataset.dataset)
+        self.begin_at, self.begin_sizes = None, None  # samples seen and sizes before the step that was begun last
 
 # %% ../../nbs/batches/05_loader.ipynb #7824b375
 @patch
@@ -224,6 +225,15 @@ def _made(self:BatchLoader, iteration):
     except Exception as e:
         if not is_oom(e): raise
         return shortage_of(e, "data", self.memory)
+
+# %% ../../nbs/batches/05_loader.ipynb #fcbe27f9
+@patch
+def take_back(self:BatchLoader,
+    samples_seen:int,  # before the step
+):
+    "The step that was begun is not made; its samples come again."
+    self.samples_seen = samples_seen
+    if self.begin_at == samples_seen: self.one_size.seen = self.begin_sizes.copy()
 
 # %% ../../nbs/batches/05_loader.ipynb #bd6fc6e0
 @patch

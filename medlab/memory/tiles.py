@@ -7,12 +7,12 @@ __all__ = ['USUAL', 'MOST', 'TRIED_FROM', 'TRIES', 'CPU_VOXELS', 'EVERY', 'check
            'batch_sizes', 'BatchSize', 'native_bf16', 'in_bf16', 'constant_tiles', 'Meter', 'Tiles', 'blend_tiles']
 
 # %% ../../nbs/memory/08_tiles.ipynb #a4e89ce1
+import importlib
 import sys
 import time
 
 import torch
 from fastcore.basics import patch
-from tqdm.auto import tqdm
 
 from ..core import UserError
 from .inference import caller, notice
@@ -152,6 +152,13 @@ def constant_tiles(
 EVERY = 10.0  # s between lines
 
 
+def _bar(total):
+    "A bar; None where tqdm is not installed, as it need not be beside an exported network."
+    try: tqdm = importlib.import_module("tqdm.auto").tqdm
+    except ModuleNotFoundError: return None
+    return tqdm(total=total, desc="prediction", unit="tile", dynamic_ncols=True)
+
+
 class Meter:
     "Tells how many tiles are done and how long the rest takes."
 
@@ -162,7 +169,7 @@ class Meter:
         self.total, self.done, self.began = total, 0, time.perf_counter()
         self.due, self.say = self.began + EVERY, caller().say if show is None else None
         bar = sys.stderr.isatty() if show is None else show
-        self.bar = tqdm(total=total, desc="prediction", unit="tile", dynamic_ncols=True) if bar else None
+        self.bar = _bar(total) if bar else None
 
     def close(self):
         "Nothing more comes."

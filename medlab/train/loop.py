@@ -98,7 +98,7 @@ def run(self:Loop, upkeep):
 @patch
 def abandon(self:Loop, samples_seen):
     "Take back the step that raised."
-    self.batches.samples_seen = samples_seen
+    self.batches.take_back(samples_seen)
     self.between.behind = "begun" if self.step.undo() else "torn"
     self.retry.leave()
 

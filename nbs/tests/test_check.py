@@ -115,8 +115,9 @@ def hints():
             for call in (c for s in own for c in ast.walk(s) if isinstance(c, (ast.Raise, ast.Call)) and "add_argument" not in ast.unparse(c)):
                 for text in (t for t in ast.walk(call) if isinstance(t, (ast.JoinedStr, ast.Constant))):
                     sentence = ast.unparse(text)
+                    if " " not in sentence: continue  # a word of a list, as of what Tab completes
                     for option in re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", sentence):
-                        yield file.relative_to(package).as_posix(), node.lineno, getattr(node, "name", ""), option, sentence
+                        yield file.relative_to(package).as_posix(), getattr(node, "lineno", 0), getattr(node, "name", ""), option, sentence
 
 
 ELSEWHERE = {"error-unmatch", "ip", "port", "no-browser", "allow-root", "config_file", "bundle_root", "output", "input", "options", "option", "help", "version"}

@@ -10,7 +10,7 @@ from medlab import recipes
 from medlab.run.older_names import EVENTS, KNOBS
 
 OLD = Path(__file__).parents[1] / "fixtures" / "run_v1"
-DRAWN = """() => [...document.querySelectorAll('.medlab-curves .mc-panel')].map(p => {
+DRAWN = """() => [...document.querySelectorAll('.medlab-curves .mc-panel:not([hidden])')].map(p => {
     const c = p.querySelector('canvas'), { width, height } = c, d = c.getContext('2d').getImageData(0, 0, width, height).data;
     const share = [...p.querySelectorAll('.mc-swatch')].map(e => {
         const [r, v, b] = getComputedStyle(e).borderTopColor.match(/[0-9]+/g), columns = new Set();
@@ -23,7 +23,7 @@ SPY = """() => { const own = CanvasRenderingContext2D.prototype, { clearRect, fi
     const log = document.querySelector('.medlab-curves .mc-head button'); log.click(); log.click() }"""
 MARKS = "() => [...window.marks.values()].filter(m => m.length)"  # of each panel: left and right of every upright text, and the text
 BOXES = """() => { const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] };
-    return [...document.querySelectorAll('.medlab-panel, .medlab-curves .mc-panel, .medlab-viewer')].map(box) }"""
+    return [...document.querySelectorAll('.medlab-panel, .medlab-curves .mc-panel:not([hidden]), .medlab-viewer')].map(box) }"""
 CUT = """() => [...document.querySelectorAll('.medlab-panel *, .medlab-curves .mc-name')].filter(e => e.clientWidth && e.scrollWidth > e.clientWidth + 1
     && !e.matches('pre, input, .mp-switch')).map(e => e.className + ': ' + e.textContent.slice(0, 60))"""
 

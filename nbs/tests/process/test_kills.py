@@ -30,7 +30,7 @@ def for_ever(path, pipe):
     tell = lambda *words: os.write(pipe.fileno(), (" ".join(map(str, words)) + "\n").encode())
     t, anew = opened(path)
     tell("resumed", t.iteration, int(anew))
-    one, save, draw = t.loop.one, t.save, random.Random(t.iteration)
+    one, save, draw = t.loop.one, t.saver.save, random.Random(t.iteration)
 
     def step():
         made = one()
@@ -42,7 +42,7 @@ def for_ever(path, pipe):
         tell("checkpoint", t.iteration, file.name)
         return file
 
-    t.loop.one, t.save = step, saved
+    t.loop.one, t.saver.save = step, saved
     t.fit(until=10**9, progress=False)
 
 
