@@ -66,7 +66,7 @@ def say(*words):
 def promise(trainer, seed):
     "Train for ever, printing what is acknowledged as soon as it is; with an even seed nothing but the clock flushes telemetry."
     pace, talks = random.Random(seed), seed % 2
-    one, save = trainer.loop.one, trainer.save
+    one, save = trainer.loop.one, trainer.saver.save
 
     def step():
         made = one()
@@ -80,7 +80,7 @@ def promise(trainer, seed):
         say("checkpoint", file.name)
         return file
 
-    trainer.loop.one, trainer.save = step, saved
+    trainer.loop.one, trainer.saver.save = step, saved
     trainer.set(save_every=7 if talks else 200)
     trainer.fit(until=10**9, progress=False)
 
