@@ -13,23 +13,11 @@ from pathlib import Path
 
 import torch
 
-from ..core import UserError
-from ..run.writer import stored_meta
+from ..run.writer import check_place, stored_meta
 from ..train.state import torch_device
 from ..train.trainer import Trainer, checked_threads
 
 # %% ../../nbs/cli/07_check.ipynb #cbe41c13
-def _check_place(run):
-    "Raise `UserError` where a new run could not have this directory."
-    stored_meta(run, False)
-    there = next(p for p in (Path(run).absolute(), *Path(run).absolute().parents) if p.exists())
-    if not there.is_dir():
-        raise UserError(f"the run directory {str(run)!r} cannot be written: Not a directory; choose another")
-    try: tempfile.TemporaryFile(dir=there).close()
-    except OSError as e:
-        raise UserError(f"the run directory {str(run)!r} cannot be written: {e.strerror}; choose another") from e
-
-
 def check_early(
     recipe,  # `Recipe`
     run,  # directory that the run would have
@@ -38,10 +26,11 @@ def check_early(
     knobs:dict,  # that were asked for
 ):
     "Raise the `UserError` that training would raise before it looks at data."
-    recipe.Knobs(**recipe.Knobs.check(**{**recipe.initial_knobs(), **knobs}))
     torch_device(device)
     checked_threads(threads)
-    _check_place(run)
+    stored_meta(run, False)
+    check_place(run)
+    recipe.Knobs(**recipe.Knobs.check(**{**recipe.initial_knobs(), **knobs}))
 
 # %% ../../nbs/cli/07_check.ipynb #7a81192a
 CHEAP = 0.5  # s of a forward pass, up to which a case is scored too

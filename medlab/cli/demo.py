@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .options import threads_for
+from .options import fit_until, threads_for
 from ..core import UserError
 from ..data.volume import write_volume
 from ..plots import show_curves, show_prediction
@@ -131,13 +131,6 @@ def _print_results(table, folder, seconds):
         f"({mean['psnr'] - best:+.1f} dB), after {seconds:.0f} s")
     print("left behind: " + ", ".join(sorted(p.name for p in folder.iterdir())))
 
-# %% ../../nbs/cli/02_demo.ipynb #0844dd74
-def _fit(trainer, steps):
-    "Train; who stops the run in between is told how it goes on, once its state is saved."
-    try: trainer.fit(until=steps, progress="lines")
-    except (KeyboardInterrupt, SystemExit):
-        if trainer.run.state == "failed": raise  # it was the second one
-
 # %% ../../nbs/cli/02_demo.ipynb #160438ef
 def run_demo(
     folder:Path,  # made; raises `UserError` where it holds a demo already
@@ -155,7 +148,7 @@ def run_demo(
     print(f"training Fast-DDPM on phantoms for {steps} steps, in {run}{note}; {why}", flush=True)
     knobs = demo_knobs(steps, precision)
     with Trainer(recipe or demo_recipe(), run, device=device, threads=threads, **knobs) as trainer:
-        _fit(trainer, steps)
+        fit_until(trainer, steps, "lines")
         if trainer.iteration < steps:
             print(f"stopped at step {trainer.iteration} of {steps}; nothing was measured. "
                 f"medlab train --resume {run} goes on")

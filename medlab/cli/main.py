@@ -19,8 +19,9 @@ import jsonargparse
 
 import medlab
 from ..core import UnknownName, UserError, optional
-from .options import (
-    RECIPES, explain, is_place, listed, option_type, options, recipe_class, several, threads_for)
+from medlab.cli.options import (
+    RECIPES, add_threads, explain, fit_until, is_place, listed, option_type, options, recipe_class, several,
+    threads_for)
 
 # %% ../../nbs/cli/05_main.ipynb #af00b374
 def resumed_run(
@@ -150,9 +151,7 @@ def _fit(trainer, target):
     taken = trainer.step.optimizer_step
     from medlab.cli.pace import Pace
     trainer.listeners.append(Pace(trainer, target))
-    try: trainer.fit(until=target, progress=True if sys.stderr.isatty() else "lines")
-    except (KeyboardInterrupt, SystemExit):
-        if trainer.run.state == "failed": raise  # it was the second one
+    fit_until(trainer, target, True if sys.stderr.isatty() else "lines")
     counts = {k: len(trainer.run.events(k)) for k in ("skip", "drop", "bad_sample", "revert")}
     happened = ", ".join(f"{n} {k}" for k, n in counts.items() if n) or "no sample dropped, no step skipped"
     print(f"{trainer.run.state} at step {trainer.iteration}; {happened}")
@@ -234,8 +233,7 @@ def _predict_parser():
     _add_recipe(p)
     p.add_argument("--best", action="store_true", help="with the weights that validation found best, not the newest")
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
-    p.add_argument("--threads", type=int,
-        help="CPU threads, default as many as there are cores, one on a busy machine")
+    add_threads(p)
     return p
 
 # %% ../../nbs/cli/05_main.ipynb #527ba6a9
@@ -328,8 +326,7 @@ def evaluate(
     p.add_argument("--csv", type=str, help="file to write the rows into, every digit")
     _add_recipe(p)
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
-    p.add_argument("--threads", type=int,
-        help="CPU threads, default as many as there are cores, one on a busy machine")
+    add_threads(p)
     a = parsed(p, argv)
     if a.csv and not Path(a.csv).resolve().parent.is_dir():
         raise UserError(f"--csv {a.csv}: the folder {Path(a.csv).resolve().parent} does not exist; make it first")
@@ -445,8 +442,7 @@ def demo(argv) -> int:
     p = jsonargparse.ArgumentParser(prog="medlab demo", description=demo.__doc__, exit_on_error=False)
     p.add_argument("folder", type=str, nargs="?", default="medlab-demo", help="where everything goes")
     p.add_argument("--steps", type=int, help="of training, default 640")
-    p.add_argument("--threads", type=int,
-        help="CPU threads, default as many as there are cores, one on a busy machine")
+    add_threads(p)
     a = parsed(p, argv)
     for name in ("steps", "threads"):
         if getattr(a, name) is not None and getattr(a, name) < 1:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RECIPES', 'RUN_KEYS', 'is_place', 'recipe_class', 'field_names', 'known_keys', 'field_help', 'option_type', 'several',
            'train_parser', 'read_yaml', 'listed', 'normal_options', 'explain', 'checked_run', 'checked_fields',
-           'yaml_knob', 'merged_knobs', 'options', 'threads_for']
+           'yaml_knob', 'merged_knobs', 'options', 'threads_for', 'fit_until', 'add_threads']
 
 # %% ../../nbs/cli/00_options.ipynb #a254fc70
 import importlib
@@ -281,3 +281,20 @@ def threads_for(
     "What was asked for, or one thread on a busy machine."
     busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2
     return (threads, "") if threads or not busy else (1, ", with one thread since the machine is busy")
+
+# %% ../../nbs/cli/00_options.ipynb #0c420ce8
+def fit_until(
+    trainer,  # `Trainer`
+    target:int,  # step of the run
+    progress,  # see `Trainer.fit`
+):
+    "Train; returns early where the run is stopped, once its state is saved. Raises the second interrupt."
+    try: trainer.fit(until=target, progress=progress)
+    except (KeyboardInterrupt, SystemExit):
+        if trainer.run.state == "failed": raise  # it was the second one
+
+
+def add_threads(p):
+    "Add the option of how many CPU threads compute, see `threads_for`."
+    p.add_argument("--threads", type=int,
+        help="CPU threads, default as many as there are cores, one on a busy machine")

@@ -71,10 +71,8 @@ def look(self:Folder) -> list:  # of dictionaries, see `Listed.look`
     there = {p.parent for p in self.root.glob("*/run.db")}
     for gone in self.runs.keys() - there: self.runs.pop(gone).close()
     for path in sorted(there - self.runs.keys()): self.runs[path] = Listed(path)
-    rows = [(r.created, r.look()) for r in self.runs.values()]
-    newest = sorted(self.runs.values(), key=lambda r: (-r.created, r.reader.path.name))
-    known = {id(r): row for r, (_, row) in zip(self.runs.values(), rows)}
-    return [known[id(r)] for r in newest]
+    rows = {r: r.look() for r in self.runs.values()}
+    return [rows[r] for r in sorted(rows, key=lambda r: (-r.created, r.reader.path.name))]
 
 # %% ../../nbs/widgets/13_runs.ipynb #3959d385
 class RunTable(anywidget.AnyWidget):
