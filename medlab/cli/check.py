@@ -83,7 +83,7 @@ def rehearse(
             for line in [*lines, *try_score(trainer, seconds)]: say(line)
             trainer.batches.end()
 
-
+# %% ../../nbs/cli/07_check.ipynb #8075a84e
 def command_line(
     name:str,  # of the recipe, as it was typed
     data,  # what was given as DATA; None: nothing

@@ -210,7 +210,7 @@ def _parse(p, argv, own):
     given = parsed(p, [*map(listed, argv)])
     return given, {k: several(kind, given[k]) for k, (kind, _, _) in own.items()}
 
-
+# %% ../../nbs/cli/05_main.ipynb #45722344
 def _add_recipe(p):
     "Add the option that names a recipe of one's own."
     p.add_argument("--recipe", type=str, help="class of the run's recipe, FILE.py:CLASS or package.module:CLASS; "
@@ -370,7 +370,7 @@ def one_folder(
         raise UserError(f"{' '.join(argv)!r} is not one folder; leave it out for {default!r}")
     return Path(argv[0] if argv else default)
 
-
+# %% ../../nbs/cli/05_main.ipynb #6e97b207
 def _run_line(run):
     "Name, recipe, state, step and last losses of a run."
     loss = run.metrics("loss", start=run.step - 19)["loss"].value if "loss" in run.names() else []

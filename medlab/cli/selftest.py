@@ -8,7 +8,6 @@ __all__ = ['STATES', 'WAL_FAULT', 'PACKAGES', 'COMMAND', 'CHECKS', 'Outcome', 'c
            'check_disk', 'check_shortage', 'check_process', 'check_gpus', 'examine', 'line', 'run_selftest']
 
 # %% ../../nbs/cli/03_selftest.ipynb #96913bed
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -47,7 +46,7 @@ class Outcome:
     state:str  # one of `STATES`
     text:str  # one sentence, with figures
     remedy:str = ""  # what to do about it; empty: nothing
-    data:dict = dataclasses.field(default_factory=dict)  # the figures; JSON-serializable
+    data:dict = field(default_factory=dict)  # the figures; JSON-serializable
 
 # %% ../../nbs/cli/03_selftest.ipynb #b4efbe55
 def _timed(call, device, rounds=5):
@@ -362,6 +361,6 @@ def run_selftest(
         found = examine(device, Path(own), minutes, tell=lambda *a: print(line(*a), flush=True))
     counts = {s: [f.state for f in found.values()].count(s) for s in STATES}
     print("; ".join(f"{n} {s}" for s, n in counts.items() if n))
-    data = {k: dataclasses.asdict(f) for k, f in found.items()}
+    data = {k: asdict(f) for k, f in found.items()}
     if report: Path(report).write_text(json.dumps(data, indent=1), encoding="utf-8")
     return int(counts["broken"] > 0)

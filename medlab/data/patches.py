@@ -159,12 +159,16 @@ class PatchDataset(torch.utils.data.Dataset):
         self.volumes, self.maps = ByteCache(cache_bytes), ByteCache(map_bytes)
         self._refuse_settings()
 
-    def __len__(self): return len(self.cases)
+# %% ../../nbs/data/13_patches.ipynb #9a0710b0
+@patch
+def __len__(self:PatchDataset): return len(self.cases)
 
-    def __getitem__(self, key):
-        "A dict of image, label, distance in mm where asked for, spacing and case, see `_item`; raises `CaseFault`."
-        if not isinstance(key, tuple): raise UserError(f"item {key!r} needs a seed: ask for ds[index, seed]")
-        return self._item(int(key[0]), int(key[1]))
+
+@patch
+def __getitem__(self:PatchDataset, key):
+    "A dict of image, label, distance in mm where asked for, spacing and case, see `_item`; raises `CaseFault`."
+    if not isinstance(key, tuple): raise UserError(f"item {key!r} needs a seed: ask for ds[index, seed]")
+    return self._item(int(key[0]), int(key[1]))
 
 # %% ../../nbs/data/13_patches.ipynb #f11cae63
 @patch

@@ -186,7 +186,7 @@ def _open(self:StepGuard, run):
     self.writer.open_segment(0, dict(device=str(self.own.device), torch=torch.__version__))
     if aside: self.report("earlier_attempt", ASIDE.format(run, aside), "warning", moved_to=str(aside))
 
-
+# %% ../../nbs/guards/07_step_guard.ipynb #18e60665
 @patch
 def _record(self:StepGuard, r, began):
     "Write a step's telemetry."

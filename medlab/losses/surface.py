@@ -200,6 +200,10 @@ def _check_weights(exponent, alpha, prediction_interval):
                         "at least 1; 1 makes the term always")
 
 # %% ../../nbs/losses/04_surface.ipynb #518826ef
+IN_VOXELS = ("SurfaceDistanceLoss() without spacing measures distances in voxels; where voxels are not cubes of 1 mm, "
+    "give spacing=(z, y, x) in mm, such as (3, 0.8, 0.8), or (1, 1, 1) if voxels are meant")
+
+
 def _check_space(spacing, max_distance, boundary, size):
     "Raise UserError for what the distance transform does not take."
     if boundary not in BOUNDARIES: raise UnknownName("boundary", boundary, BOUNDARIES)
@@ -208,10 +212,6 @@ def _check_space(spacing, max_distance, boundary, size):
         raise UserError(f"size={size} and spacing={spacing} differ in length; both are (z, y, x), or (y, x)")
 
 # %% ../../nbs/losses/04_surface.ipynb #6bd9a143
-IN_VOXELS = ("SurfaceDistanceLoss() without spacing measures distances in voxels; where voxels are not cubes of 1 mm, "
-    "give spacing=(z, y, x) in mm, such as (3, 0.8, 0.8), or (1, 1, 1) if voxels are meant")
-
-
 class SurfaceDistanceLoss(StepLoss):
     "Errors weighted by the distance to the surface of truth and prediction; arguments of `ClassLoss` besides."
 

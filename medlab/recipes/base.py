@@ -189,6 +189,23 @@ def check(cls:Use,
     if cls.preflight is Use.preflight: raise UserError(f"{cls.__name__} has no check of data: define check()")
     return cls(data_root=str(path), **fields).preflight()
 
+# %% ../../nbs/recipes/00_base.ipynb #5c89e662
+@patch
+def read_ahead(self:Use,
+    look,  # function without arguments that reads the data
+):  # what it has read
+    "Read the data, and keep what was read for the next `read_once`."
+    self._seen = look()
+    return self._seen
+
+
+@patch
+def read_once(self:Use,
+    look,  # as for `read_ahead`
+):  # what was read
+    "What `read_ahead` has kept, the first time that it is asked for; else what `look` reads now."
+    return vars(self).pop("_seen", None) or look()
+
 # %% ../../nbs/recipes/00_base.ipynb #b3a7f025
 @patch
 def find(self:Use,

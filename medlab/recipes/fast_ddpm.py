@@ -126,7 +126,7 @@ def _none_sound(recipe, checks, bad):
         + "; ".join(f"{n}: {r}" for n, r in bad[:5])
         + ("; resample=True puts differing grids on the first one" if hint else ""))
 
-
+# %% ../../nbs/recipes/01_fast_ddpm.ipynb #f6b10f6a
 @patch
 def _phantom_cases(self:FastDDPM):
     "Synthetic heads: of the network's size, or twice that in patch mode, where patches are cut."
@@ -146,7 +146,7 @@ def _look(self:FastDDPM):
 @patch
 def _file_cases(self:FastDDPM):
     "(checks of the sound cases, [[name, reason], …] of the others); raises `UserError` where none is sound."
-    checks = vars(self).pop("_seen", None) or self._look()
+    checks = self.read_once(self._look)
     sound, bad = [c for c in checks if not c.reason], [[c.case.name, c.reason] for c in checks if c.reason]
     if not sound: raise _none_sound(self, checks, bad)
     return sound, bad
@@ -162,7 +162,7 @@ def setup(self:FastDDPM,
         cases, group = [c.case for c in checks], {}
     else:
         cases, bad, group = self._phantom_cases(), [], dict(group=str)
-        checks = vars(self).pop("_seen", None) or self._look()
+        checks = self.read_once(self._look)
     self.ranges, self.cases = _typical_ranges(checks, self.modalities), {c.name: c for c in cases}
     made = Split(**split) if split else split_cases(self.cases, self.seed, self.val, self.test, **group)
     self.split = made.among(self.cases, self.data_root)
@@ -179,8 +179,7 @@ def remember(self:FastDDPM, info):
 @patch
 def preflight(self:FastDDPM) -> Report:
     "Every case: readable, finite, 3D, on one grid, with what `setup` asks for."
-    self._seen = self._look()
-    return Report(self._seen)
+    return Report(self.read_ahead(self._look))
 
 
 @patch
@@ -284,12 +283,17 @@ def _denoiser(recipe, model, condition, channel, overlap, tiles):
     return predict
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #65b6a3e9
-def _patches(recipe, shape, passes, device, overlap, tile_batch, progress):
-    "The `Tiles` of a volume in patch mode, the volume itself otherwise; raises `UserError` for what does not fit."
+def _overlap(recipe, overlap):
+    "Share of a patch's side that its neighbours share; raises `UserError` where there are no patches."
     if recipe.mode == "resize" and overlap is not None:
         raise UserError(f"overlap={overlap}: mode='resize' takes the volume at once, without patches; leave it away")
+    return checked_overlap(overlap, OVERLAP)
+
+
+def _patches(recipe, shape, passes, device, overlap, tile_batch, progress):
+    "The `Tiles` of a volume in patch mode, the volume itself otherwise."
     size = recipe.image_size if recipe.mode == "patch" else shape
-    n = passes * count_tiles(shape, size, checked_overlap(overlap, OVERLAP))
+    n = passes * count_tiles(shape, size, overlap)
     return Tiles(None, n, size, device, tile_batch, in_bf16(recipe, device), reuse=False, progress=progress)
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #37ea31ba
@@ -311,9 +315,9 @@ def synthesize(
     if sampler is ddim_sample: options = dict(points=recipe.time_points) | options
     options |= dict(schedule=recipe.schedule, prediction=recipe.prediction)
     noise = (torch.randn((1, *image.shape[1:]), generator=generator(seed, "sample", i)) for i in range(samples))
-    passes = samples * len(options.get("points", range(recipe.schedule.T)))
+    passes, overlap = samples * len(options.get("points", range(recipe.schedule.T))), _overlap(recipe, overlap)
     with _patches(recipe, image.shape[1:], passes, device, overlap, tile_batch, progress) as tiles:
-        predict = _denoiser(recipe, model, image[None].to(device), channel, checked_overlap(overlap, OVERLAP), tiles)
+        predict = _denoiser(recipe, model, image[None].to(device), channel, overlap, tiles)
         return torch.stack([sampler(predict, x.to(device), **options) for x in noise]).mean(0)[0].cpu()
 
 

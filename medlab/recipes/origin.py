@@ -162,7 +162,7 @@ def _signature(*words):
     key = _secret()
     return hmac.new(key, json.dumps(words).encode("utf-8"), "sha256").hexdigest() if key else ""
 
-
+# %% ../../nbs/recipes/05_origin.ipynb #c4a7940a
 def origin_of(
     cls:type,  # a recipe
 ) -> dict:  # JSON, to be stored with the run; {} for medlab's own
@@ -213,7 +213,7 @@ def _not_found(path, origin, name):
     copy = f"; the run kept the source: --recipe {kept}:{name}" if kept.is_file() else ""
     return f"neither is the module {origin['module']} found, nor its file {file}; put it back, or {use}{copy}"
 
-
+# %% ../../nbs/recipes/05_origin.ipynb #85f2260f
 def stored_class(
     path,  # run directory
     recipe:list,  # module, name and configuration, as the run has them

@@ -259,7 +259,7 @@ def setup(self:Segmentation,
     split=None,  # the split stored by an earlier segment of the run; None: make one
 ) -> dict:
     "Find, check and split the cases, see `Recipe.setup`."
-    survey = vars(self).pop("_seen", None) or _survey(self)
+    survey = self.read_once(lambda: _survey(self))
     self.cases, self.channels = _sound_cases(self, survey), survey.channels
     self.split = (Split(**split) if split else _split(self, self.cases)).among(self.cases, self.data_root)
     self.table = survey.table_of([*self.split.train, *self.split.val, *self.split.test])
@@ -279,7 +279,7 @@ def remember(self:Segmentation, info):
 @patch
 def preflight(self:Segmentation) -> Report:
     "Every case, and the labels that it holds; as `setup` will see them."
-    survey = self._seen = _survey(self)
+    survey = self.read_ahead(lambda: _survey(self))
     for c, ids in survey.checked:
         if ids: c.say("label", f"holds {', '.join(map(str, ids))}", fatal=False)
     checks, sound = [c for c, _ in survey.checked], survey.ids()

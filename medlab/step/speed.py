@@ -79,7 +79,7 @@ class Compiler:
         options = dict(config_patches={"triton.cudagraphs": True}) if recorded else {}
         return torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
 
-
+# %% ../../nbs/step/07_speed.ipynb #4b59e87c
 def graphs_of(
     model:nn.Module,
 ) -> int:  # None where the network is not compiled

@@ -433,7 +433,7 @@ def _train_here(self:Trainer, show, levels):
     for k in process_bindings(): self.bindings[k].write(getattr(self.knobs, k), "start")
     with on_device(self.device), self.writer.watched(EventPrinter(levels)): self._train(show)
 
-
+# %% ../../nbs/train/10_trainer.ipynb #b11cabd5
 @patch
 def _train(self:Trainer, show):
     torch.set_num_threads(self.threads)

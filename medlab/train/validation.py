@@ -163,7 +163,7 @@ def __call__(self:Validation,
     self._tell_left_out(iteration)
     return self._is_best(iteration)
 
-
+# %% ../../nbs/train/08_validation.ipynb #4ba64e37
 @patch
 def _tell_left_out(self:Validation, iteration):
     "Name the cases that could not be scored, once."
@@ -223,7 +223,7 @@ def _is_best(self:Validation, iteration):
         f"cases{few}", "info", iteration)
     return True
 
-
+# %% ../../nbs/train/08_validation.ipynb #54bf2b67
 @patch
 def _beats(self:Validation, name, value, scores):
     less = (self.recipe.metric or "").startswith("-")

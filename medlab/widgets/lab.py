@@ -47,14 +47,18 @@ class Lab(W.HBox):
         self._still = Still(self, lambda ref=weakref.ref(self): as_html(ref().picture(), repr(ref())))
         self._clock.start()
 
-    def __repr__(self): return f"Lab of {self.panel._monitor.name!r}"
+# %% ../../nbs/widgets/12_lab.ipynb #201fa754
+@patch
+def __repr__(self:Lab): return f"Lab of {self.panel._monitor.name!r}"
 
-    def close(self):
-        "Take the lab away and end its threads; the picture of it stays."
-        if self._clock and self._clock.close(): self.tick(asked=True)
-        for w in (self.panel, self.curves, self.preview):
-            if w: w.close()
-        super().close()
+
+@patch
+def close(self:Lab):
+    "Take the lab away and end its threads; the picture of it stays."
+    if self._clock and self._clock.close(): self.tick(asked=True)
+    for w in (self.panel, self.curves, self.preview):
+        if w: w.close()
+    W.HBox.close(self)
 
 # %% ../../nbs/widgets/12_lab.ipynb #9c2e71bd
 @patch
@@ -98,7 +102,7 @@ def _ipython_display_(self:Lab, **kwargs):
     self.tell_all()
     self._still.show()
 
-
+# %% ../../nbs/widgets/12_lab.ipynb #4e4face4
 @patch
 def tick(self:Lab,
     asked:bool=False,  # draw it now
