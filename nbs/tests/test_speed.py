@@ -172,7 +172,8 @@ def test_wrong_gradients_are_caught_before_a_weight_moves(tmp_path, monkeypatch,
     assert type(t.step.decisions) is (DeviceDecisions if forced else HostDecisions)
     assert torch.equal(weights, plain) and t.knobs.compile == "off" == read_compile(t.model)
     assert [(e.step, e.level) for e in events] == [(at or 1, "error")] and "taken back before a weight moved" in events[0].text
-    assert all(0.4 < v < 0.6 for v in list(events[0].data["worst"].values())[:1])
+    worst = max(events[0].data["worst"].values())
+    assert 0.4 < worst < (0.6 if what == "model" else 1), "what one block halves, the next one halves again"
     run = Run(tmp_path / "switched")
     change, = run.changes()
     assert (change.state, change.verified, change.applied_step) == ("reverted", False, at or 1) and change.requested == switch
