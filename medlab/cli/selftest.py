@@ -28,12 +28,13 @@ from torch import nn
 
 from ..contracts.batch import StepBatch
 from ..core import UserError, generator
+from ..guards.verification import agreement
 from ..knobs.knobs import Knobs
 from ..recipes.base import Recipe
 from ..run.store import has_wal_fault
 from ..step.device import DeviceDecisions
 from ..step.schedule import LRSchedule
-from ..step.speed import check_compiler
+from ..step.speed import check_compiler, set_compile
 from ..step.step import HostDecisions, Step
 
 # %% ../../nbs/cli/03_selftest.ipynb #35683782
@@ -87,14 +88,44 @@ def check_versions(device, folder) -> Outcome:
         return Outcome("slow", text, remedy, data)
     return Outcome("ok", text, data=data)
 
+# %% ../../nbs/cli/03_selftest.ipynb #0f4506c2
+class _Filter(nn.Module):
+    "A convolution, and a filter in the spectra of its patches."
+    def __init__(self):
+        super().__init__()
+        self.conv, self.filter = nn.Conv2d(4, 4, 1), nn.Parameter(torch.rand(4, 1, 1, 8, 5))
+
+    def forward(self, x):
+        "Of two images of 16 × 16."
+        spectrum = torch.fft.rfftn(self.conv(x).view(2, 4, 2, 8, 2, 8).permute(0, 1, 2, 4, 3, 5), dim=(-2, -1))
+        return torch.fft.irfftn(spectrum * self.filter, s=(8, 8), dim=(-2, -1))
+
+
+def _compiled(device, backend):
+    "How far the gradients of the filter are off, compiled: an `Agreement`."
+    torch.manual_seed(0)
+    net, found, x = _Filter().to(device), [], torch.randn(2, 4, 16, 16).to(device)
+    names, weights = zip(*net.named_parameters())
+    for what in ("off", "model"):
+        set_compile(net, what, backend)
+        out = net(x)
+        loss = (out * torch.arange(out.numel(), device=device).view_as(out).sin()).sum()
+        found.append(list(torch.autograd.grad(loss, weights)))
+    return agreement(names, found[1], found[0])
+
 # %% ../../nbs/cli/03_selftest.ipynb #09ec6e32
-def check_compilers(device, folder) -> Outcome:
-    "Whether networks and kernels can be compiled for the device."
+def check_compilers(device, folder, backend="inductor") -> Outcome:
+    "Whether networks and kernels can be compiled for the device, and give the gradients that they should."
     tools = [t for t in ("c++", "g++", "clang++", "cl") if shutil.which(t)]
-    try: check_compiler(device)
+    try: check_compiler(device, backend)
     except UserError as e: return Outcome("slow", str(e), "the knob compile stays off until then", dict(tools=tools))
+    found = _compiled(device, backend)
     text = f"torch.compile works on {device} with {tools[0] if tools else 'its own compiler'}"
-    return Outcome("ok", text, data=dict(tools=tools))
+    off = ", ".join(f"{k} {v:.0e}" for k, v in found.worst.items())
+    text += f"; gradients through a convolution and a filter of its spectrum are off by {off} of their norms"
+    data = dict(tools=tools, worst=found.worst)
+    if found.sound: return Outcome("ok", text, data=data)
+    return Outcome("broken", text, "leave the knob compile off, and please report it", data)
 
 # %% ../../nbs/cli/03_selftest.ipynb #e1951535
 def check_distances(device, folder) -> Outcome:

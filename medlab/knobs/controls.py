@@ -149,3 +149,25 @@ def _revert(self:Controls, change, reason):
     self.writer.set_meta(values=self.knobs.values())
     self.writer.event("revert", f"step {change.applied_step}: {change.requested} was reverted: {reason}", "warning",
         change.applied_step, source=change.source)
+
+# %% ../../nbs/knobs/05_controls.ipynb #cc104acc
+@patch
+def withdraw(self:Controls,
+    off:dict,  # knob → value that is known to hold
+    reason:str,  # half a sentence
+    iteration:int,  # that is about to be made
+):
+    "Revert the changes of some knobs that no step has used; where there are none, put the knobs to values that hold."
+    found = [c for c in self.open if c.old.keys() & off.keys()]
+    self.open = [c for c in self.open if c not in found]
+    if not self.open: self.probe(False)
+    if not found: found = [self._as_change(off, iteration)]
+    for c in reversed(found): self._revert(c, reason)
+
+
+@patch
+def _as_change(self:Controls, off, iteration):
+    "A change to the values in force, from others."
+    asked = {k: getattr(self.knobs, k) for k in off}
+    row = self.mailbox.log.add("guard", asked, iteration)
+    return Change(asked, "guard", iteration, applied_step=iteration, old=dict(off), row=row)

@@ -107,6 +107,7 @@ class OOMRetry:
         spare=lambda: False,  # function that lets go of what the step does not need, and tells whether there was any
     ):
         self.step, self.memory, self.knobs = step, memory, knobs
+        self.make = step  # function (iteration, batch) that makes a step, with whatever belongs to an attempt
         self.spare = spare
         self.resize, self.report = resize, report
         self.batch, self.above_target = batch, above_target
@@ -136,7 +137,7 @@ def __call__(self:OOMRetry,
 def _attempt(self:OOMRetry, iteration, batch):
     "One attempt; None where memory ran out, which `shortage` then tells of."
     self.used, self.attempted, self.shortage = self.knobs.now.micro_batch, self.attempted + 1, None
-    try: return self.step(iteration, batch if self.used is None else batch.split(self.used))
+    try: return self.make(iteration, batch if self.used is None else batch.split(self.used))
     except PeerFault as e: self.shortage = self._of_peer(e)
     except Exception as e:
         if not is_oom(e): raise

@@ -128,12 +128,13 @@ def forward(self:Step,
     iteration:int,  # number of the step
     i:int,  # number of the micro-batch
     batch,  # `Batch`
+    precision:str=None,  # "fp32", "bf16" or "fp16"; None: as the knob says
 ) -> dict:  # name → tensor (b,)
     "The losses of a micro-batch in float32, with the random numbers of that step and micro-batch."
     seed = self.seed_base + iteration * 4096 + i
     torch.default_generator.manual_seed(seed)
     if self.device.type == "cuda": torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
-    with autocast(self.knobs.now.precision, self.device):
+    with autocast(precision or self.knobs.now.precision, self.device):
         if self.probing: self.observed = precision_of(self.device)
         out = self.losses(self.model, batch)
     if not self.audited: check_losses(out, batch.size)

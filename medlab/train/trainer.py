@@ -25,6 +25,7 @@ from ..core import UserError, explained, with_own_line
 from ..guards.compilation import CompileWatch
 from ..guards.escalation import EscalationPolicy
 from ..guards.loss_scale import LossScaleWatch
+from ..guards.verification import VerifiedSteps
 from ..guards.zero_gradient import ZeroGradientWatch
 from ..knobs.controls import Controls, bring_in
 from ..knobs.fixes import Fixes, Switch
@@ -235,6 +236,7 @@ def _make_controls(self:Trainer):
     self.bindings["optimizer_implementation"] = replace(implementation, write=self._implement)
     self.controls = Controls(self.knobs, self.mailbox, self.writer, self.bindings)
     self.controls.probe = self.step.probe
+    if self.step.replicas.size == 1: self.retry.make = VerifiedSteps(self.step, self.controls, self._report)
     self.batches.ask = self.set
     self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
 

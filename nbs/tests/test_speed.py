@@ -3,6 +3,7 @@ import functools
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from medlab import recipes
 from medlab.core import UserError
@@ -133,3 +134,68 @@ def test_what_cudnn_tries_is_the_knob_of_the_trainer_that_trains(tmp_path):
         t.fit(1, progress=False)
         assert torch.backends.cudnn.benchmark and t.run.environment["cudnn_benchmark"] is True
     torch.backends.cudnn.benchmark = False
+
+
+def lossy(graph, inputs, factor=0.0):
+    "A compiler that is wrong: the first gradient of each graph is multiplied by a factor."
+    def spoil(gm, args):
+        def run(args):
+            held = list(args)
+            args.clear()
+            out = list(gm(*held))
+            i = next((i for i, g in enumerate(out) if torch.is_tensor(g)), None)
+            return [g * factor if j == i else g for j, g in enumerate(out)]
+        run._boxed_call = True
+        return run
+    return aot_autograd(fw_compiler=lambda gm, args: gm, bw_compiler=spoil)(graph, inputs)
+
+
+@pytest.fixture(scope="module")
+def never(tmp_path_factory):
+    "Weights of runs that never switched: a function of the strategy."
+    found = {}
+    def get(forced):
+        if forced not in found: found[forced] = trained(tmp_path_factory.mktemp("never") / "run", "Restoration", 3)[0]
+        return found[forced]
+    return get
+
+
+@pytest.mark.parametrize("forced", (False, True), ids=("host", "device"))
+@pytest.mark.parametrize("what", ("model", "blocks"))
+@pytest.mark.parametrize("at", (None, 2), ids=("at_start", "while_it_runs"))
+def test_wrong_gradients_are_caught_before_a_weight_moves(tmp_path, monkeypatch, never, forced, what, at):
+    if forced: monkeypatch.setattr(trainer, "decisions_for", lambda *args: DeviceDecisions)
+    plain = never(forced)
+    monkeypatch.setattr(bindings, "set_compile", functools.partial(set_compile, backend=functools.partial(lossy, factor=0.5)))
+    switch = dict(compile=what)
+    weights, _, events, t = trained(tmp_path / "switched", "Restoration", 3, [(at, switch)] if at else (), **({} if at else switch))
+    assert type(t.step.decisions) is (DeviceDecisions if forced else HostDecisions)
+    assert torch.equal(weights, plain) and t.knobs.compile == "off" == read_compile(t.model)
+    assert [(e.step, e.level) for e in events] == [(at or 1, "error")] and "taken back before a weight moved" in events[0].text
+    worst = max(events[0].data["worst"].values())
+    assert 0.4 < worst < (0.6 if what == "model" else 1), "what one block halves, the next one halves again"
+    run = Run(tmp_path / "switched")
+    change, = run.changes()
+    assert (change.state, change.verified, change.applied_step) == ("reverted", False, at or 1) and change.requested == switch
+    assert "not those of the network as written" in change.reason and run.events("revert")[0].step == (at or 1)
+
+
+def test_wrong_gradients_are_caught_where_a_run_goes_on(tmp_path, monkeypatch):
+    "Sound when it was switched on, wrong with the torch that is there when it goes on."
+    plain, *_ = trained(tmp_path / "plain", "Restoration", 2)
+    _, _, events, t = trained(tmp_path / "run", "Restoration", 1, compile="model")
+    assert [e.level for e in events] == ["info", "info"] and "agree to" in events[0].text and read_compile(t.model) == "model"
+    monkeypatch.setattr(bindings, "set_compile", functools.partial(set_compile, backend=lossy))
+    weights, _, events, t = trained(tmp_path / "run", "Restoration", 1, resume=True)
+    assert [e.step for e in events if e.level == "error"] == [2] and t.knobs.compile == "off" == read_compile(t.model)
+    assert (weights - plain).abs().max() < 1e-4
+    _, _, events, t = trained(tmp_path / "run", "Restoration", 1, resume=True)
+    assert t.knobs.compile == "off" and len([e for e in events if e.level == "error"]) == 1, "it stays off"
+
+
+def test_a_sound_compiler_is_verified_once(tmp_path):
+    weights, verified, events, t = trained(tmp_path / "run", "Restoration", 3, [(3, dict(precision="bf16"))], compile="blocks",
+        gradient_accumulation_steps=2)
+    seen = [e for e in events if "agree to" in e.text]
+    assert [e.step for e in seen] == [1, 3] and all(e.level == "info" for e in seen), "another precision is another graph"
+    assert max(seen[0].data["worst"].values()) < 1e-4 and verified == [("applied", True)] and read_compile(t.model) == "blocks"
