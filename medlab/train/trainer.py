@@ -52,7 +52,7 @@ from .bindings import outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
 from .process import movable, start_process, wait_for_process
 from .progress import LEVELS, Bar, EventPrinter, Progress, last_step
-from .saving import Saver, ask_again
+from .saving import Saver, as_stored, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
 from .state import recipe_of, torch_device
 from .telemetry import Telemetry
@@ -105,6 +105,7 @@ def _read(self:Trainer, resume, knobs):
     check_place(self.path)
     given = {**self.recipe.initial_knobs(), **knobs}
     self.knobs = self.recipe.Knobs(**self.recipe.Knobs.check(**given))
+    as_stored(self.recipe)  # or it is refused
     if self.recipe.knobs is not None: self.recipe = copy.copy(self.recipe)  # another trainer's
     self.recipe.knobs = self.knobs
     self.info = self.recipe.setup(stored.get("data", {}).get("split"))
