@@ -149,10 +149,12 @@ class Nested:
 
 def test_a_field_that_no_run_can_store_is_named(tmp_path):
     "Planted: a function, a tensor, a lock in a field of the recipe. What JSON has words for is stored."
-    for value, words in ((lambda i: 4, "Held.keep=<function "), (torch.ones(2), "Held.keep=tensor"), (tmp_path, "Held.keep=.*Path"), (threading.Lock(), "fields of Held")):
+    for value, words in ((lambda i: 4, "Held.keep=<function "), (torch.ones(2), "Held.keep=tensor"), ({1}, "Held.keep={1}"), (threading.Lock(), "fields of Held")):
         with pytest.raises(UserError, match=f"{words}.*cannot be stored with the run.*numbers, texts.*in a method"): Trainer(Nested.Held(keep=value), tmp_path / "run", threads=1)
         assert not (tmp_path / "run").exists()
     with Trainer(Nested.Held(keep=[1, dict(a=None)]), tmp_path / "run", threads=1) as t: assert t.run.meta["recipe"][2]["keep"] == [1, dict(a=None)]
+    with Trainer(Nested.Held(keep=tmp_path), tmp_path / "path", threads=1) as t: assert t.fit(1, progress=False).run.meta["recipe"][2]["keep"] == str(tmp_path)
+    with Trainer(Nested.Held(keep=str(tmp_path)), tmp_path / "path", resume=True, threads=1) as t: assert not t.run.events("config")
 
 
 def test_what_another_process_cannot_build_is_refused_before_the_trainer_is_closed(tmp_path, monkeypatch):
