@@ -223,6 +223,21 @@ def _named(argv):
     return recipe_class(name) if name else None
 
 
+def _of_run(argv):
+    "(class of the recipe of the run that is the first word, its options of prediction); without one no options."
+    cls = _named(argv)
+    if not argv or argv[0].startswith("-"): return cls, {}
+    from medlab.train.state import recipe_of
+    cls = type(recipe_of(argv[0], cls=cls))
+    return cls, cls.predict_options
+
+
+def _checked(own):
+    "Options of prediction, of which what no recipe can do is refused before anything is read."
+    if own.get("samples", 1) < 1: raise UserError(f"--samples {own['samples']} must be at least 1")
+    return own
+
+
 def _predict_parser():
     "The options of `medlab predict` that every recipe has."
     p = jsonargparse.ArgumentParser(prog="medlab predict", exit_on_error=False,
@@ -296,13 +311,10 @@ def predict(
     argv,  # RUN INPUT OUTPUT and options
 ) -> int:  # exit status: 2 where a case could not be predicted
     "Predict cases with the newest checkpoint of a run, also while it trains."
-    cls, own = _named(argv), {}
-    if argv and not argv[0].startswith("-"):
-        from medlab.train.state import load_model, recipe_of
-        cls = type(recipe_of(argv[0], cls=cls))
-        own = cls.predict_options
+    cls, own = _of_run(argv)
     a, own = _parse(_predict_parser(), argv, own)
-    if own.get("samples", 1) < 1: raise UserError(f"--samples {own['samples']} must be at least 1")
+    own = _checked(own)
+    from medlab.train.state import load_model
     recipe, model, step = load_model(a.run, a.device, a.best, cls)
     cases = recipe.find(a.input)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:
@@ -314,11 +326,10 @@ def predict(
     return 2 if failed else 0
 
 # %% ../../nbs/cli/07_main.ipynb #56cff689
-def evaluate(
-    argv,  # RUN, DATA or nothing, and options
-) -> int:  # exit status: 2 where a case could not be scored
-    "Score a run's held-out cases, or all cases of other data."
-    p = jsonargparse.ArgumentParser(prog="medlab evaluate", description=evaluate.__doc__, exit_on_error=False)
+def _evaluate_parser():
+    "The options of `medlab evaluate` that every recipe has."
+    p = jsonargparse.ArgumentParser(prog="medlab evaluate", exit_on_error=False, description=evaluate.__doc__
+        + " The recipe of the run adds options of its predictions: medlab evaluate RUN --help.")
     p.add_argument("run", type=str, help="run directory")
     p.add_argument("data", type=str, nargs="?", help="a file or folder of cases; default the run's held-out cases")
     p.add_argument("--cases", type=int, help="how many at most; default all")
@@ -327,11 +338,22 @@ def evaluate(
     _add_recipe(p)
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
     add_threads(p)
-    a = parsed(p, argv)
+    return p
+
+
+def evaluate(
+    argv,  # RUN, DATA or nothing, and options
+) -> int:  # exit status: 2 where a case could not be scored
+    "Score a run's held-out cases, or all cases of other data."
+    from medlab.cli.evaluate import evaluate_run, score_options
+    there = bool(argv) and (Path(argv[0]) / "run.db").exists()
+    cls, own = _of_run(argv) if there else (_named(argv), {})
+    own = score_options(cls) if own else {}
+    a, given = _parse(_evaluate_parser(), argv, own)
+    given = {k: v for k, v in _checked(given).items() if v != own[k][1]}  # the rest is left to the recipe
     if a.csv and not Path(a.csv).resolve().parent.is_dir():
         raise UserError(f"--csv {a.csv}: the folder {Path(a.csv).resolve().parent} does not exist; make it first")
-    from medlab.cli.evaluate import evaluate_run
-    with cpu_threads(a.threads): table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, _named(argv))
+    with cpu_threads(a.threads): table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, cls, **given)
     n = len({r["case"] for r in table.rows})
     which = "the best that validation found" if a.best else "the newest"
     print(f"{a.run}, weights of step {step} ({which}): {n} cases of {a.data or 'the run, held out'}")

@@ -21,7 +21,7 @@ from ..batches.loader import BatchLoader
 from ..batches.processes import refuse_child
 from ..batches.quarantine import Quarantine
 from ..contracts.result import Notice
-from ..core import UserError, explained, with_own_line
+from ..core import UnknownName, UserError, explained, with_own_line
 from ..guards.compilation import CompileWatch
 from ..guards.escalation import EscalationPolicy
 from ..guards.loss_scale import LossScaleWatch
@@ -544,7 +544,7 @@ def predict(self:Trainer,
     **options,  # of the recipe's `predict`
 ):
     """Predict one case with the model as it is now, also while it trains. Raises `UserError` where memory runs out, in
-    smaller tiles too."""
+    smaller tiles too, and `UnknownName` for an option that the recipe does not have."""
     return self._answer(lambda **kw: self.recipe.predict(self.snapshot(), case, **kw), options)
 
 # %% ../../nbs/train/10_trainer.ipynb #5fd33d85
@@ -559,7 +559,12 @@ def evaluate(self:Trainer,
 # %% ../../nbs/train/10_trainer.ipynb #497899ac
 @patch
 def _answer(self:Trainer, call, options):
-    result, why = infer(call, self.recipe, self.memory, self._report, options, retries=self.knobs.predict_retries)
+    known = self.recipe.predict_options
+    try: result, why = infer(call, self.recipe, self.memory, self._report, options, retries=self.knobs.predict_retries)
+    except TypeError as e:
+        wrong = [k for k in options if known and f"unexpected keyword argument {k!r}" in str(e)]
+        if not wrong or wrong[0] in known: raise
+        raise UnknownName("option", wrong[0], known) from e
     if why: raise UserError(why)
     return result
 
