@@ -16,7 +16,7 @@ from fastcore.basics import patch
 
 from .copies import DeviceCopy, Waiting
 from .loading import Collated, Fault, First, Guarded, OneSize, collate, stream, unlike_in_words
-from .processes import HUNG, START, UNBORN, at_once, ended, oom_kills, process_loader, starved, within
+from .processes import HUNG, START, UNBORN, at_once, ended, oom_kills, process_loader, refuse_unsent, starved, within
 from .quarantine import Quarantine
 from .sampler import ResumableSampler
 from ..contracts.batch import Batch, StepBatch
@@ -55,6 +55,7 @@ class BatchLoader:
         self.recipe, self.device, self.knobs = recipe, device, knobs
         self.quarantine, self.report, self.memory = quarantine, report, Memory(device)
         self.dataset, self.copy = Guarded(recipe.dataset()), DeviceCopy(device, report)
+        refuse_unsent(self.dataset.dataset, recipe.workers)
         self.seed_base = derive_seed(recipe.seed, "prepare") >> 32 << 31
         self.samples_seen, self.accumulated = 0, 0  # samples drawn so far; micro-batches of the last step
         # iterator; whether its workers have given one; what happened to workers

@@ -6,6 +6,7 @@
 __all__ = ['read_picture', 'PictureFiles', 'Restorer', 'restorer_settings']
 
 # %% ../../nbs/export/03_restorer.ipynb #41e9649b
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ..core import UserError
 from ..data.images import Image
 from ..data.pair_files import load_pair
 from ..data.pairs import Scale, as_whole
-from ..data.volume import read_volume, write_volume
+from ..data.volume import _write_whole, read_volume, write_volume
 from ..nets.restoration import restoration_net
 from ..recipes.restoration import SWITCHES, restore
 
@@ -97,10 +98,12 @@ def predict(self:Restorer,
 
 @patch
 def write(self:Restorer, result, path):
-    "Write a volume as NIfTI, a flat picture as .npy."
+    "Write a volume as NIfTI, a flat picture as .npy, which is added to another name; whole or not at all."
     if not isinstance(result, Image): return write_volume(result, path)
-    np.save(path, result.data)
-    return Path(path)
+    path, raw = Path(path) if Path(path).suffix == ".npy" else Path(f"{path}.npy"), io.BytesIO()
+    np.save(raw, result.data)
+    _write_whole(path, raw.getvalue())
+    return path
 
 # %% ../../nbs/export/03_restorer.ipynb #9c7c37a8
 def restorer_settings(

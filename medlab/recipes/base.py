@@ -445,8 +445,8 @@ def build_optimizer(self:Recipe,
 # %% ../../nbs/recipes/00_base.ipynb #d5e03f8a
 @patch
 def config(self:Recipe) -> dict:  # field → value
-    "The configuration, to be stored with the run."
-    return dataclasses.asdict(self)
+    "The configuration, to be stored with the run; a path as its text."
+    return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self).items()}
 
 # %% ../../nbs/recipes/00_base.ipynb #9fa8cb4e
 @patch

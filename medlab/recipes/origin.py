@@ -223,7 +223,8 @@ def stored_class(
     "The recipe of a run; executes its module where the run was made here. Raises `UserError` where it cannot be had."
     module, name = origin.get("module", recipe[0]), origin.get("qualname", recipe[1])
     if recipe[0].startswith("medlab.recipes.") or recipe[0] in trust:
-        return class_in(_executed(importlib.import_module, recipe[0]), recipe[1], recipe[0])
+        name = name if recipe[0] == module else recipe[1]
+        return class_in(_executed(importlib.import_module, recipe[0]), name, recipe[0])
     believed = module != "__main__" and made_here(origin)
     if believed and found(module): return class_in(_executed(importlib.import_module, module), name, module)
     if believed and origin["file"] and Path(origin["file"]).is_file(): return named_class(f"{origin['file']}:{name}")

@@ -44,6 +44,14 @@ def _taken(path):
     return (f"{str(path)!r} holds a run already, of {Run(path).step} steps; go on with it (resume=True, medlab train "
         "--resume), choose another name, or remove the folder")
 
+
+def _refuse_here(path):
+    "Raise `UserError` where a folder cannot be moved aside, since it holds the working directory."
+    if not Path.cwd().is_relative_to(Path(path).resolve()): return
+    raise UserError(f"{str(path)!r} holds an earlier attempt that never took a step. To begin anew it would be moved "
+        "aside as a whole, and the folder that you work in is not moved: name another run directory, such as "
+        f"{str(Path(path) / 'again')!r}, or remove its run.db, in which nothing was learned")
+
 # %% ../../nbs/run/14_writer.ipynb #ea29587d
 def stored_meta(
     path,  # run directory
@@ -55,6 +63,7 @@ def stored_meta(
     if resume and not exists: raise UserError(_missing(path))
     if resume: return Run(path).meta
     if exists and not is_empty_run(path): raise UserError(_taken(path))
+    if exists: _refuse_here(path)
     return {}
 
 # %% ../../nbs/run/14_writer.ipynb #52068cc1
@@ -74,6 +83,7 @@ def move_aside(
     held = hold(path)
     try:
         if not is_empty_run(path): raise UserError(_taken(path))
+        _refuse_here(path)
         aside = next(p for i in range(1, 10**6) if not (p := path.with_name(f"{path.name}.empty-{i}")).exists())
         path.rename(aside)
     except OSError as e:

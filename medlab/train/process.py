@@ -20,7 +20,7 @@ from ..run.directory import Run
 from ..run.sharing import hold, is_live
 from ..run.store import Store
 from ..run.writer import RunWriter
-from .saving import differing
+from .saving import as_stored, differing
 from .state import recipe_of
 
 # %% ../../nbs/train/09_process.ipynb #e1730c56
@@ -98,8 +98,10 @@ def movable(
     if module == "__main__":
         raise UserError(f"{name} was defined in a notebook or a script, where another process cannot find it; put the "
             "class into a module, and import it")
-    recipe_of(path, (module,))
-    if differ := differing(recipe, Run(path).meta["recipe"][2]):
+    if "<locals>" in type(recipe).__qualname__:
+        raise UserError(f"{name} was defined within a function, where another process cannot find it; put the class at "
+            "the top of a module")
+    if differ := differing(recipe, as_stored(recipe_of(path, (module,)))):
         raise UserError("the process would build the recipe as it was stored, and this one differs in "
             f"{', '.join(differ)}; start a new run")
     if loggers:

@@ -130,7 +130,10 @@ class KnobState:
 
     def __init__(self, knobs): self.knobs = knobs
     def state_dict(self): "Every knob with its value."; return self.knobs.values()
-    def load_state_dict(self, state): "Set them; older names are read."; self.knobs.put(current(state))
+
+    def load_state_dict(self, state):
+        "Set those that there still are; older names are read."
+        self.knobs.put({k: v for k, v in current(state).items() if k in self.knobs.values()})
 
 # %% ../../nbs/train/03_state.ipynb #55c4b43d
 FORMAT = 2

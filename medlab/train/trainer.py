@@ -21,7 +21,7 @@ from ..batches.loader import BatchLoader
 from ..batches.processes import refuse_child
 from ..batches.quarantine import Quarantine
 from ..contracts.result import Notice
-from ..core import UserError, explained, with_own_line
+from ..core import UnknownName, UserError, explained, with_own_line
 from ..guards.compilation import CompileWatch
 from ..guards.escalation import EscalationPolicy
 from ..guards.loss_scale import LossScaleWatch
@@ -53,7 +53,7 @@ from .bindings import outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
 from .process import movable, start_process, wait_for_process
 from .progress import LEVELS, Bar, EventPrinter, Progress, last_step
-from .saving import Saver, ask_again
+from .saving import Saver, as_stored, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
 from .state import recipe_of, torch_device
 from .telemetry import Telemetry
@@ -106,6 +106,7 @@ def _read(self:Trainer, resume, knobs):
     check_place(self.path)
     given = {**self.recipe.initial_knobs(), **knobs}
     self.knobs = self.recipe.Knobs(**self.recipe.Knobs.check(**given))
+    as_stored(self.recipe)  # or it is refused
     if self.recipe.knobs is not None: self.recipe = copy.copy(self.recipe)  # another trainer's
     self.recipe.knobs = self.knobs
     self.info = self.recipe.setup(stored.get("data", {}).get("split"))
@@ -545,7 +546,7 @@ def predict(self:Trainer,
     **options,  # of the recipe's `predict`
 ):
     """Predict one case with the model as it is now, also while it trains. Raises `UserError` where memory runs out, in
-    smaller tiles too."""
+    smaller tiles too, and `UnknownName` for an option that the recipe does not have."""
     return self._answer(lambda **kw: self.recipe.predict(self.snapshot(), case, **kw), options)
 
 # %% ../../nbs/train/10_trainer.ipynb #5fd33d85
@@ -560,7 +561,12 @@ def evaluate(self:Trainer,
 # %% ../../nbs/train/10_trainer.ipynb #497899ac
 @patch
 def _answer(self:Trainer, call, options):
-    result, why = infer(call, self.recipe, self.memory, self._report, options, retries=self.knobs.predict_retries)
+    known = self.recipe.predict_options
+    try: result, why = infer(call, self.recipe, self.memory, self._report, options, retries=self.knobs.predict_retries)
+    except TypeError as e:
+        wrong = [k for k in options if known and f"unexpected keyword argument {k!r}" in str(e)]
+        if not wrong or wrong[0] in known: raise
+        raise UnknownName("option", wrong[0], known) from e
     if why: raise UserError(why)
     return result
 

@@ -137,7 +137,7 @@ def accepted(command, option):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
         return option.replace("-", "_") in names
     if command not in argv: return False
-    return f"--{option}" in help_of(*argv[command]) or command == "predict" and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
+    return f"--{option}" in help_of(*argv[command]) or command in ("predict", "evaluate") and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
 
 
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
@@ -150,7 +150,7 @@ def printers(file, function, option, sentence):
     named = re.search(rf"medlab (\w+)[^;:]*--{option}", sentence)
     if named and named[1] in COMMANDS: return (named[1],)
     if file == "cli/main.py" and function in COMMANDS: return (function,)
-    if file == "cli/main.py": return ("train",) if option != "best" else ("evaluate", "predict")
+    if file == "cli/main.py": return ("train",) if option not in ("best", "samples") else ("evaluate", "predict")
     return OF_FILE.get(file, ("train", "check"))
 
 

@@ -1,4 +1,8 @@
 """A recipe and data of a user's own: what is odd is named with the case, and what is mistaken with the user's line."""
+import functools
+import threading
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -112,3 +116,56 @@ def test_a_mistake_in_losses_that_medlab_refuses_shows_the_line_too(tmp_path, ca
     assert _status_of(e.value) == 2
     assert capsys.readouterr().err.rstrip().endswith("in mistaken: raise UserError(\"no such contrast\")")
     assert Run(tmp_path / "run").state == "failed"
+
+
+def test_what_loading_processes_cannot_be_sent_is_named_before_anything_is_written(tmp_path):
+    "Planted: a lambda, a closure, a local class, an open file. Without processes each of them loads, and so do functions of a module with them."
+    def closure(i): return {}
+
+    class Local(Volumes): "A class that no other process finds."
+
+    within = Volumes(lambda i: 4)
+    within.parts = [dict(keep=four), dict(keep=functools.partial(max, key=lambda i: -i))]
+    with open(__file__, encoding="utf-8") as file:
+        opened = Volumes()
+        opened.file = file
+        for data, words in ((Volumes(lambda i: 4), "dataset.side is a lambda (test_own_data.py, line "), (Volumes(more=closure), "dataset.more is the function closure, made within another (test_own_data.py, line "),
+                (Local(), "dataset is of the class Local, made within a function"), (opened, "dataset.file is a TextIOWrapper"), ([dict(x=torch.ones(1, 4), f=four), dict(f=lambda: 0)], "dataset[1]['f'] is a lambda")):
+            with pytest.raises(UserError, match="cannot be pickled.*workers=2.*workers=0") as e: Trainer(recipe(data, workers=2), tmp_path / "run", threads=1)
+            assert str(e.value).startswith(words) and not (tmp_path / "run").exists(), str(e.value)
+    within.side = four
+    with pytest.raises(UserError, match=r"dataset.parts\[1\]\['keep'\].keywords\['key'\] is a lambda.*the top of a module"): Trainer(recipe(within, workers=2), tmp_path / "run", threads=1)
+    with Trainer(recipe(Volumes(lambda i: 4)), tmp_path / "none", threads=1) as t: assert t.fit(2, progress=False).iteration == 2
+    with Trainer(recipe(Volumes(functools.partial(four)), workers=1), tmp_path / "module", threads=1) as t: assert t.fit(2, progress=False).iteration == 2
+
+
+class Nested:
+    "Holds a recipe."
+    @dataclass
+    class Held(Mine):
+        "A recipe with a field of any kind."
+        keep: object = None
+
+
+def test_a_field_that_no_run_can_store_is_named(tmp_path):
+    "Planted: a function, a tensor, a lock in a field of the recipe. What JSON has words for is stored."
+    for value, words in ((lambda i: 4, "Held.keep=<function "), (torch.ones(2), "Held.keep=tensor"), ({1}, "Held.keep={1}"), (threading.Lock(), "fields of Held")):
+        with pytest.raises(UserError, match=f"{words}.*cannot be stored with the run.*numbers, texts.*in a method"): Trainer(Nested.Held(keep=value), tmp_path / "run", threads=1)
+        assert not (tmp_path / "run").exists()
+    with Trainer(Nested.Held(keep=[1, dict(a=None)]), tmp_path / "run", threads=1) as t: assert t.run.meta["recipe"][2]["keep"] == [1, dict(a=None)]
+    with Trainer(Nested.Held(keep=tmp_path), tmp_path / "path", threads=1) as t: assert t.fit(1, progress=False).run.meta["recipe"][2]["keep"] == str(tmp_path)
+    with Trainer(Nested.Held(keep=str(tmp_path)), tmp_path / "path", resume=True, threads=1) as t: assert not t.run.events("config")
+
+
+def test_what_another_process_cannot_build_is_refused_before_the_trainer_is_closed(tmp_path, monkeypatch):
+    "Planted: a class made within a function. One within a class is found, and a lambda in its data is made anew there."
+    @dataclass
+    class Local(Mine): "No other process finds it."
+
+    with Trainer(Local(), tmp_path / "local", threads=1) as t:
+        t.fit(1, progress=False)
+        with pytest.raises(UserError, match="Local was defined within a function, where another process cannot find it; put the class at the top of a module"): t.start(process=True)
+        assert t.fit(1, progress=False).iteration == 2, "nothing was closed"
+    monkeypatch.setattr(Nested.Held, "data", Volumes(lambda i: 4))
+    t = Trainer(Nested.Held(), tmp_path / "held", threads=1, device="cpu")
+    assert t.start(process=True, until=2).path == tmp_path / "held" and t.wait(120) and Run(tmp_path / "held").step == 2

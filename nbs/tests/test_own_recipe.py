@@ -290,9 +290,33 @@ def test_an_example_gives_a_program_and_a_comparison(home):
     assert program(torch.ones(1, 1, 8, 8, 8)).shape == (1, 1, 8, 8, 8)
 
 
-def test_a_network_that_lies_elsewhere_is_refused(home):
+def test_a_network_beside_the_recipe_travels_with_it(home):
+    "From a neighbour file, which takes from another one; neither lies where the copy is loaded."
     root, file = home
+    stem = Path(file).stem
+    text = Path(file).read_text()
+    block = text[text.index("class Block"):text.index("@dataclass")]
+    (Path(file).parent / f"nets_of_{stem}.py").write_text(f"import torch\n\nfrom helpers_of_{stem} import WIDTH\n\nUNUSED = open\n\n\n{block.replace('(width,)', '(WIDTH,)')}")
+    Path(file).write_text(text.replace(block, "").replace("import torch\n", f"import torch\nfrom nets_of_{stem} import Block\n", 1))
     trained(file, root / "run")
     status, out, err = said("export", root / "run", root / "out")
-    assert status == 2 and f"it needs helpers_of_{Path(file).stem}, which lies beside" in err and "that file alone travels" in err, err
+    assert status == 0, err
+    made = (root / f"out/network/beside/nets_of_{stem}.py").read_text()
+    assert f"# From nets_of_{stem}.py, SHA-256 " in made and "UNUSED" not in made and f"from ..beside.helpers_of_{stem} import WIDTH" in made
+    for name in (f"helpers_of_{stem}", f"nets_of_{stem}"): (Path(file).parent / f"{name}.py").rename(Path(file).parent / f"{name}.gone")
+    a, b = numbers(root, stem)
+    assert torch.equal(a, b) and a.std() > 0
+
+
+@pytest.mark.parametrize("new, words", [
+    ("import helpers_of_{stem}\nWIDTH = helpers_of_{stem}.WIDTH", "helpers_of_{stem}"), ("from helpers_of_{stem} import *", "helpers_of_{stem}"),
+    ("def width():\n    from helpers_of_{stem} import WIDTH\n    return WIDTH\n\n\nWIDTH = width()", "helpers_of_{stem}")])
+def test_a_network_that_lies_elsewhere_is_refused(home, new, words):
+    "Planted: a neighbour that is imported as a whole, by a star, or late: the copy would look for it in vain."
+    root, file = home
+    stem = Path(file).stem
+    Path(file).write_text(Path(file).read_text().replace(f"from helpers_of_{stem} import WIDTH", new.format(stem=stem)))
+    trained(file, root / "run")
+    status, out, err = said("export", root / "run", root / "out")
+    assert status == 2 and f"it needs {words.format(stem=stem)}, which lies beside" in err and f"from {words.format(stem=stem)} import NAME" in err, err
     assert err.count("\n") == 1 and not (root / "out").exists()

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from medlab import Trainer, recipes
+from medlab.cli.evaluate import evaluate_run, score_options
 from medlab.cli.main import main
+from medlab.core import UnknownName
+from medlab.recipes.base import Recipe
 from medlab.recipes.segmentation import probabilities
 from medlab.train.state import load_model
 
@@ -90,3 +93,29 @@ def test_the_number_of_threads_is_put_back(root, tmp_path, monkeypatch):
         status, out, err = said("predict", root / "run", root / "in/a.nii.gz", tmp_path)
         assert status == 0 and "with one thread since the machine is busy" in err and torch.get_num_threads() == 2
     finally: torch.set_num_threads(before)
+
+
+def test_scores_are_made_with_the_options_of_prediction(tmp_path, capsys):
+    "Planted: an evaluation that ignores tile and overlap, an option of neither, an option that the recipe's own score does not take. What is not typed is left to the recipe."
+    run, tiny = tmp_path / "run", dict(recipes.Segmentation.tiny, val=0.25, test=0.25)
+    with Trainer(recipes.Segmentation(**tiny), run, threads=1) as t:
+        t.fit(2, progress=False)
+        case, wide, plain = t.recipe.split.val[0], t.evaluate(tile=8, overlap=0.0, tile_batch=1), t.evaluate()
+        for call in (lambda: t.predict(case, tile_size=8), lambda: t.evaluate(tile_size=8)):
+            with pytest.raises(UnknownName, match="unknown option 'tile_size'; did you mean 'tile'"): call()
+    assert str(wide) != str(plain)
+    status, out, err = said("evaluate", run, "--tile", 8, "--overlap", 0, "--tile-batch", 1, "--threads", 1)
+    assert status == 0 and str(wide) in out and str(plain) in said("evaluate", run, "--threads", 1)[1], err
+    with pytest.raises(SystemExit): main(["evaluate", str(run), "--help"])
+    assert "--overlap OVERLAP" in capsys.readouterr().out and "unknown option '--tilee'; did you mean '--tile'" in said("evaluate", run, "--tilee", 8)[2]
+    assert "overlap=1.0 must be in [0, 1)" in said("evaluate", run, "--overlap", 1)[2]
+    seen = []
+
+    class Own(recipes.Segmentation):
+        "Its scores take a tile, and nothing else."
+        def score(self, model, name, tile=16): seen.append(tile); return dict(dice=0.5)
+
+    assert {*score_options(Own)} == {"tile"} and {*score_options(recipes.Segmentation)} == {*recipes.Segmentation.predict_options} and not score_options(Recipe)
+    assert {*score_options(recipes.FastDDPM)} == {*recipes.FastDDPM.predict_options} and {*score_options(recipes.Restoration)} == {*recipes.Restoration.predict_options}
+    for kw in ({}, dict(tile=8)): evaluate_run(run, cls=type("Segmentation", (Own,), {}), **kw)
+    assert {*seen} == {16, 8}

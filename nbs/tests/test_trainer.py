@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -504,6 +505,57 @@ def test_another_configuration_is_said(make, capsys):
         assert capsys.readouterr().err == words
     make(Toy(batch_size=8), resume=True)
     assert not capsys.readouterr().err
+
+
+class WarmKnobs(ToyKnobs):
+    warmth = Real(0.5, 0, 1, help="of nothing").tag(unit="")
+
+
+@dataclass
+class Warm(Toy):
+    "The same with a field and a knob more."
+    depth: int = 3
+    Knobs = WarmKnobs
+    def read(self, knob, model, default): return default if knob == "warmth" else super().read(knob, model, default)
+    def apply(self, knob, value, model): None if knob == "warmth" else super().apply(knob, value, model)
+
+
+def test_what_is_new_in_a_recipe_is_said_once_and_what_is_gone_too(make, capsys):
+    "Planted: a field and a knob that came, and that went. A recipe that stayed says nothing."
+    make().fit(2, progress=False).close()
+    t = make(Warm(), resume=True)
+    new = [e for e in t.run.events("config")]
+    assert capsys.readouterr().err == "medlab: info: new since this run was made: depth=3, warmth=0.5\n"
+    assert [(e.level, e.data) for e in new] == [("info", dict(new=dict(depth=3, warmth=0.5)))]
+    t.close()
+    make(Warm(), resume=True).close()
+    assert capsys.readouterr().err == "", "once, also before another checkpoint was written"
+    make(Warm(depth=4), resume=True).fit(1, progress=False).close()
+    assert capsys.readouterr().err == "medlab: info: new since this run was made: depth=4\n", "another value is"
+    make(Warm(), name="warm").fit(1, progress=False).close()
+    t = make(Warm(), name="warm", resume=True, warmth=0.25)
+    t.fit(2, progress=False)
+    t.set(warmth=0.75, lr=1e-4)
+    t.fit(1, progress=False).close()
+    assert not capsys.readouterr().err, "clean"
+    t = make(name="warm", resume=True)
+    assert capsys.readouterr().err == "medlab: warning: the recipe is not the stored one: depth=3 is no field any more, warmth=0.75 is no knob any more\n"
+    assert t.fit(1, progress=False).iteration == 5 and t.knobs.lr == 1e-4
+
+
+def test_a_run_in_the_working_directory_is_not_moved_from_under_it(make, tmp_path, monkeypatch):
+    "Planted: --run . where an earlier attempt never took a step. Nothing is moved or lost, and it goes on where steps were taken."
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    make(name="here").close()
+    (tmp_path / "here/mine.py").write_text("x = 1")
+    for name in (".", tmp_path / "here"):
+        with pytest.raises(UserError, match="earlier attempt that never took a step.*name another run directory"): Trainer(Toy(), name, threads=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here"] and (tmp_path / "here/mine.py").exists()
+    (tmp_path / "fresh").mkdir()
+    monkeypatch.chdir(tmp_path / "fresh")
+    with Trainer(Toy(), ".", threads=1) as t: t.fit(1, progress=False)
+    with Trainer(Toy(), ".", resume=True, threads=1) as t: assert t.fit(1, progress=False).iteration == 2 and Path("run.db").exists()
 
 
 @pytest.mark.parametrize("place", ["taken", "live", "file/run"])
