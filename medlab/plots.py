@@ -113,7 +113,7 @@ def _at(at, shape, inside):
     return at
 
 # %% ../nbs/02_plots.ipynb #5651c1d9
-# cut axis, axis upwards, axis to the right, letters left, right, below, above
+# cut axis, axis upwards, axis to the right, letters at the start and end of both
 PLANES = dict(axial=(0, 1, 2, "LRPA"), coronal=(1, 0, 2, "LRIS"), sagittal=(2, 0, 1, "PAIS"))
 
 
@@ -144,17 +144,24 @@ def _letters(ax, letters, grey):
         ax.text(x, y, letter, transform=ax.transAxes, ha=ha, va=va, fontsize=8, fontweight="bold", **style)
 
 
+def _seen(image, plane):
+    "A slice with the patient's right on the left, and the letters of its edges."
+    x, letters = PLANES[plane][2] == 2, PLANES[plane][3]
+    return (image[:, ::-1], letters[1::-1] + letters[2:]) if x else (image, letters)
+
+
 def _draw(ax, v, plane, at, spacing, window, cmap="gray"):
     "One slice in mm with its letters; voxels that are not finite are bright green."
     from matplotlib import colormaps
     cut, up, right = PLANES[plane][:3]
+    image, letters = _seen(np.take(v, at[cut], axis=cut), plane)
     extent = (0, v.shape[right] * spacing[right], 0, v.shape[up] * spacing[up])
     colours = dict(cmap=colormaps[cmap].with_extremes(bad="lime"), vmin=window[0], vmax=window[1])
-    image = ax.imshow(np.take(v, at[cut], axis=cut), origin="lower", extent=extent, aspect="equal", **colours)
+    shown = ax.imshow(image, origin="lower", extent=extent, aspect="equal", **colours)
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set(color="0.75", linewidth=0.6)
-    _letters(ax, PLANES[plane][3], cmap == "gray")
-    return image
+    _letters(ax, letters, cmap == "gray")
+    return shown
 
 # %% ../nbs/02_plots.ipynb #23c8196b
 def _lost(v): return int(v.size - np.isfinite(v).sum())

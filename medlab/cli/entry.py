@@ -19,7 +19,7 @@ WORDS = dict(  # command → (what its words are, its options)
     predict=(("run", "input", "output"), ("--recipe", "--best", "--device")),
     evaluate=(("run", "data"), ("--cases", "--best", "--csv", "--recipe", "--device")),
     export=(("run", "out"), ("--form", "--weights", "--step", "--overwrite", "--recipe")),
-    runs=(("folder",), ()), demo=(("folder",), ("--steps", "--threads")), lab=(("folder",), ()),
+    runs=(("folder",), ()), demo=(("folder",), ("--steps", "--image", "--threads")), lab=(("folder",), ()),
     selftest=(("folder",), ("--minutes", "--device", "--json")))
 FLAGS = ("--best", "--overwrite", "--debug", "--use-wandb")  # options without a value
 CHOICES = {"--form": ("safetensors", "program", "bundle"), "--weights": ("auto", "ema", "raw"),

@@ -459,18 +459,19 @@ def lab(argv) -> int:
 
 # %% ../../nbs/cli/07_main.ipynb #51c9fe05
 def demo(argv) -> int:
-    ("Train on phantoms and leave a run directory, a predicted volume, two pictures and a table "
+    ("Train on synthetic heads, and leave a run directory, a restored scan, two pictures and a table "
         "(default folder medlab-demo).")
     p = jsonargparse.ArgumentParser(prog="medlab demo", description=demo.__doc__, exit_on_error=False)
     p.add_argument("folder", type=str, nargs="?", default="medlab-demo", help="where everything goes")
-    p.add_argument("--steps", type=int, help="of training, default 640")
+    p.add_argument("--steps", type=int, help="of training, default 1200")
+    p.add_argument("--image", type=str, help="volume (NIfTI) to be restored, default a real head that nibabel brings")
     add_threads(p)
     a = parsed(p, argv)
     for name in ("steps", "threads"):
         if getattr(a, name) is not None and getattr(a, name) < 1:
             raise UserError(f"--{name} {getattr(a, name)} must be at least 1")
     from medlab.cli.demo import STEPS, run_demo
-    return run_demo(Path(a.folder), a.steps or STEPS, threads=a.threads)
+    return run_demo(Path(a.folder), a.steps or STEPS, a.image, a.threads)
 
 # %% ../../nbs/cli/07_main.ipynb #66f0d431
 def selftest(argv) -> int:
