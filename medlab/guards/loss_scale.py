@@ -49,13 +49,15 @@ def reset(self:LossScaleWatch):
     self.skips, self.in_row = deque(), 0  # iterations of skipped steps in the window; skips in a row
     self.level, self.often = 0, False  # of the scale, 2: critical; whether the rate of skips is too high
     self.where = "backward"  # the pass that skipped last
+    self.began = None  # the first step that was looked at
 
 # %% ../../nbs/guards/01_loss_scale.ipynb #cb1d0ac9
 @patch
 def after_step(self:LossScaleWatch, result, batch):
     "Look at a step in fp16."
-    if self.knobs.now.precision != "fp16" or not self.knobs.now.scaler_watch: return
-    self.see(result.iteration, result.loss_terms.get("loss"), result.scale, result.skipped)
+    on = self.knobs.now.precision == "fp16" and self.knobs.now.scaler_watch
+    if not on and self.began is not None: self.reset()  # what it counts begins where it is switched on
+    if on: self.see(result.iteration, result.loss_terms.get("loss"), result.scale, result.skipped)
 
 # %% ../../nbs/guards/01_loss_scale.ipynb #ee88ccc9
 @patch
@@ -66,6 +68,7 @@ def see(self:LossScaleWatch,
     skipped:bool,
 ):
     "Look at a step."
+    if self.began is None: self.began = iteration
     while self.skips and self.skips[0] <= iteration - self.window: self.skips.popleft()
     if skipped: self._skip(iteration, loss, scale)
     else: self.in_row = 0
@@ -104,7 +107,8 @@ def _rate(self:LossScaleWatch, iteration):
 # %% ../../nbs/guards/01_loss_scale.ipynb #d4d3ca4e
 @patch
 def _count(self:LossScaleWatch, iteration):
-    return f"{len(self.skips)} of the last {min(iteration, self.window)} steps were skipped"
+    seen = min(iteration - self.began + 1, self.window)
+    return f"{len(self.skips)} of the last {seen} steps were skipped"
 
 # %% ../../nbs/guards/01_loss_scale.ipynb #6cffdac6
 @patch
