@@ -114,7 +114,7 @@ def notes(self:Table) -> list:  # sentences
     told = ", ".join(f"{k} in {m} of {n} rows" for k, m in missing.items() if m)
     out = len(self.left_out)
     return [*[self.note] * bool(self.note), *[f"no finite value, and not in the mean: {told}"] * bool(told),
-        *[f"{out} of {out + len({r['case'] for r in self.rows})} cases could not be scored"] * bool(out)]
+        *[f"{out} of {out + len({r.get('case') for r in self.rows})} cases could not be scored"] * bool(out)]
 
 # %% ../../nbs/recipes/00_base.ipynb #45bdb48b
 @patch
