@@ -63,7 +63,8 @@ def clip_gradients(
     knobs:Knobs,
     loss:float,  # mean loss of the step
 ) -> tuple:  # (norm before clipping or NaN, factor in (0, 1], sentence on the first bad gradient or None)
-    "Measure the gradients, and scale them in place to the norm that is allowed (Pascanu et al. 2013, algorithm 1)."
+    """Measure the gradients on the host, and scale them in place to the norm that is allowed (Pascanu et al. 2013,
+    algorithm 1); on a GPU `DeviceDecisions` does, without waiting for it."""
     grads, why = [g for _, g in named], None
     norm = quick_norm(grads)
     if not math.isfinite(norm): norm, why = exact_norm(named)

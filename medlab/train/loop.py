@@ -20,7 +20,8 @@ class Halted(BaseException): "A stop was asked for while no batch came."
 
 # %% ../../nbs/train/05_loop.ipynb #bf04354e
 class Loop:
-    "Makes steps, calls the listeners, and carries out what they ask for."
+    """Makes steps, calls the listeners, and carries out what they ask for. What came of a step on a GPU is known some
+    steps later, and delivered then, in order."""
 
     def __init__(self,
         progress,  # `Progress`
@@ -36,7 +37,7 @@ class Loop:
         self.step, self.retry = step, retry
         self.listeners, self.actions = listeners, actions
         self.between, self.go_back = between, go_back
-        self.lock, self.waiting = threading.RLock(), {}  # held while weights move; iteration → batch
+        self.lock, self.undelivered = threading.RLock(), {}  # held while weights move; iteration → batch
 
 # %% ../../nbs/train/05_loop.ipynb #bfc9963c
 @patch
@@ -71,7 +72,7 @@ def deliver(self:Loop,
 @patch
 def _later(self:Loop, iteration, batch):
     "Keep a step's batch until its result is read."
-    self.waiting = {k: v.light() for k, v in self.waiting.items()} | {iteration: batch}
+    self.undelivered = {k: v.light() for k, v in self.undelivered.items()} | {iteration: batch}
     self.flush(force=self.between.verifying)
 
 # %% ../../nbs/train/05_loop.ipynb #5d83562a
@@ -80,7 +81,7 @@ def flush(self:Loop,
     force:bool=True,  # False: only where a logging interval is full
 ):
     "Read and deliver the steps whose results were left on the device."
-    self.deliver([(r, self.waiting.pop(r.iteration)) for r in self.step.settle(force)])
+    self.deliver([(r, self.undelivered.pop(r.iteration)) for r in self.step.settle(force)])
 
 # %% ../../nbs/train/05_loop.ipynb #77d431ab
 @patch
