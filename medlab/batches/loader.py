@@ -211,7 +211,7 @@ def _again(self:BatchLoader, iteration, shortage):
     self.report("out_of_memory", text, "warning", iteration, where="data", error=shortage.kind,
         held_gb=shortage.held, freed_gb=shortage.freed)
     self.seek(self.begin_at)
-    self.one_size.seen = self.begin_sizes
+    self.one_size.seen = Counter(self.begin_sizes)
     batch = self._made(iteration)
     if not isinstance(batch, Shortage): return batch
     raise RunFailed(f"step {iteration}: {batch}, twice; smaller samples, fewer workers or a smaller batch_size need "
@@ -221,7 +221,7 @@ def _again(self:BatchLoader, iteration, shortage):
 @patch
 def _made(self:BatchLoader, iteration):
     "A step's batch, or the `Shortage` of memory that came in its place."
-    self.begin_at, self.begin_sizes, began = self.samples_seen, self.one_size.seen.copy(), time.perf_counter()
+    self.begin_at, self.begin_sizes, began = self.samples_seen, dict(self.one_size.seen), time.perf_counter()
     try: return self._take(iteration, began, Waiting(self.copy))
     except Exception as e:
         if not is_oom(e): raise
@@ -234,7 +234,7 @@ def take_back(self:BatchLoader,
 ):
     "The step that was begun is not made; its samples come again."
     self.samples_seen = samples_seen
-    if self.begin_at == samples_seen: self.one_size.seen = self.begin_sizes.copy()
+    if self.begin_at == samples_seen: self.one_size.seen = Counter(self.begin_sizes)
 
 # %% ../../nbs/batches/05_loader.ipynb #bd6fc6e0
 @patch
