@@ -317,6 +317,7 @@ def predict(
     from medlab.train.state import load_model
     recipe, model, step = load_model(a.run, a.device, a.best, cls)
     cases = recipe.find(a.input)
+    if not cases: raise UserError(f"nothing to predict: {type(recipe).__name__}.find({a.input!r}) returned no case")
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:
         raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
     with cpu_threads(a.threads): failed = _predict_all(recipe, model, step, cases, a.output, own)
@@ -418,6 +419,8 @@ def runs(argv) -> int:
 def check(argv) -> int:
     "Say whether medlab train would start on data, with its options: every case, the split, the first batch, a score."
     name, argv = option_word(argv, "--recipe")
+    if not name and argv and (is_place(argv[0]) or (argv[0] in RECIPES and not Path(argv[0]).exists())):
+        name, argv = argv[0], argv[1:]  # as medlab train takes it
     name = name or "fast_ddpm"
     cls = recipe_class(name)
     fields, knobs, rest = options(cls, argv, check=True)

@@ -245,8 +245,9 @@ def merged_knobs(
 def _take_data(cls, given):
     "Put the word DATA in the place of the field `data_root`; raises `UserError` where it cannot be."
     if "data_root" not in field_names(cls):
+        own = ", ".join("--" + n.replace("_", "-") for n in vars(cls).get("__annotations__", {}))
         raise UserError(f"{cls.__name__} has no field data_root, so it cannot be pointed at {given.data}; leave DATA "
-            "out")
+            f"out{f', or give it to one of its own fields: {own}' if own else ''}")
     if given.data_root not in (None, given.data):
         raise UserError(f"two places of data, {given.data} and --data-root {given.data_root}; leave out one")
     given.data_root = given.data

@@ -234,7 +234,14 @@ def resume(self:Saver,
     knobs = current(upgraded(state)["knobs"] if state else stored["knobs"])
     self.state.load_state_dict(state) if state else self.state.parts["knobs"].load_state_dict(knobs)
     self.loop.between.controls.enforce()
-    self.writer.event("resume",
-        f"going on after step {self.iteration}" + ("" if state else " (no checkpoint was written)"))
+    self._tell_resumed(self.writer.run.step - self.iteration, state is not None)
     gone = self._compare(stored["recipe"][2], knobs)
     ask_again(ask, self.writer.run.changes(), "resume", self.iteration, gone)
+
+
+@patch
+def _tell_resumed(self:Saver, lost, saved):
+    "Say where the run goes on, and which steps that were recorded come again since they were not saved."
+    text = f"going on after step {self.iteration}" + ("" if saved else " (no checkpoint was written)")
+    if lost > 0: text += f"; {lost} steps that were made after it come again, and a smaller save_every loses fewer"
+    self.writer.event("resume", text, "info" if saved or lost <= 0 else "warning")

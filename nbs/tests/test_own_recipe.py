@@ -205,6 +205,11 @@ def test_check_and_debug(home):
     status, out, err = said("check", "--recipe", f"{file}:Mine", "--threads", 1, "--debug")
     assert status == 0 and "setting up the data of Mine" in out and "first batch: x 2×1×8×8×8" in out and "one case scored" in out, (out, err)
     assert out.endswith(f"medlab train {file}:Mine --threads 1 --debug would start\n")
+    assert said("check", f"{file}:Mine", "--threads", 1, "--debug")[1].endswith(out[out.index("medlab train"):]), "the first word, as train takes it"
+    rooted = Path(file.replace("own_", "rooted_"))
+    rooted.write_text(Path(file).read_text().replace("    data_root: str", "    root: str"))
+    status, _, err = said("check", f"{rooted}:Mine", root)
+    assert status == 2 and "no field data_root" in err and "own fields: --root, --hidden, --shape" in err, err
     Path(file.replace("own_", "bad_")).write_text(Path(file).read_text().replace("dict(error=model", "3 or dict(error=model"))
     argv = (f"{file.replace('own_', 'bad_')}:Mine", "--threads", 1, "--run", root / "bad")
     checked, done = said("check", "--recipe", *argv), said("train", *argv, "--steps", 1)
@@ -320,3 +325,13 @@ def test_a_network_that_lies_elsewhere_is_refused(home, new, words):
     status, out, err = said("export", root / "run", root / "out")
     assert status == 2 and f"it needs {words.format(stem=stem)}, which lies beside" in err and f"from {words.format(stem=stem)} import NAME" in err, err
     assert err.count("\n") == 1 and not (root / "out").exists()
+
+
+def test_nothing_to_predict_is_said(home):
+    "A recipe whose find() returns no case."
+    root, file = home
+    empty = Path(file.replace("own_", "empty_"))
+    empty.write_text(Path(file).read_text().replace("        return [Case]", "        return []"))
+    assert trained(empty, root / "run")[0] == 0
+    status, out, err = said("predict", root / "run", root, root / "made")
+    assert status == 2 and "nothing to predict: Mine.find(" in err and not (root / "made").exists(), (out, err)

@@ -577,3 +577,22 @@ def test_the_place_is_looked_at_before_the_data(make, tmp_path, place):
     assert not read
     make(Reading(), "new/run")
     assert read and live.iteration == 0
+
+
+def test_steps_that_come_again_are_said(make):
+    "A run that was killed says at its resume how many steps were not saved; without any checkpoint that is a warning."
+    told = lambda t: [(e.level, e.text) for e in t.run.events("resume")][-1]
+    t = make(save_every=0)
+    t.saver.save_end = lambda state: None  # as if it had been killed
+    t.fit(3, progress=False); t.close()
+    t = make(resume=True)
+    assert told(t) == ("warning", "going on after step 0 (no checkpoint was written); 3 steps that were made after it come again, and a smaller save_every loses fewer")
+    t.fit(2, progress=False); t.close()
+    t = make(resume=True)
+    assert told(t) == ("info", "going on after step 2"), "nothing was lost"
+    t.saver.save_end = lambda state: None
+    t.fit(4, progress=False); t.close()
+    t = make(resume=True)
+    level, text = told(t)
+    assert level == "info" and text.startswith("going on after step 2; 4 steps"), text
+    t.close()
