@@ -161,11 +161,8 @@ class Collated:
     unlike:list = field(default_factory=list)  # (sample, index) of those that cannot be stacked; empty: they could
 
 # %% ../../nbs/batches/01_loading.ipynb #ac03a191
-def _stacked(items):
-    host = [k for k, v in items[0].items() if _numbers(v)]
-    if not host: return default_collate(items)
-    stacked = default_collate([{k: v for k, v in i.items() if k not in host} for i in items])
-    return {**stacked, **{k: [i[k] for i in items] for k in host}}
+def _column(values): return values if _numbers(values[0]) else default_collate(values)
+def _stacked(items): return {k: _column([i[k] for i in items]) for k in items[0]}
 
 # %% ../../nbs/batches/01_loading.ipynb #11acd2f9
 def form_of(
@@ -179,8 +176,9 @@ def form_of(
 # %% ../../nbs/batches/01_loading.ipynb #ca4bdda2
 def _together(loaded):
     "Collated samples; None where they are not alike."
-    if any(i.keys() != loaded[0][0].keys() for i, _ in loaded): return None  # torch takes those of the first
-    try: return _stacked([i for i, _ in loaded])
+    items = [i for i, _ in loaded]
+    if len({*map(len, items)}) > 1: return None  # the columns are those of the first; one that is missing raises
+    try: return _stacked(items)
     except (RuntimeError, TypeError, KeyError):
         if all(form_of(i) == form_of(loaded[0][0]) for i, _ in loaded): raise
 

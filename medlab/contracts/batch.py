@@ -23,8 +23,9 @@ class Batch(dict):
     size:int = 0  # samples in it
 
     def __post_init__(self):
-        dict.update(self, self.tensors, **({"case": list(self.cases)} if self.cases else {}))
-        dict.update(self, self.meta)
+        dict.update(self, self.tensors)
+        if self.cases: dict.__setitem__(self, "case", list(self.cases))
+        if self.meta: dict.update(self, self.meta)
 
     def __reduce__(self): return Batch, (self.tensors, self.cases, self.meta, self.size)
 
@@ -46,12 +47,11 @@ def of(cls:Batch,
 ) -> Batch:
     "The micro-batch that a dictionary describes."
     if isinstance(values, cls): return values
-    size = next((_length(v) for v in values.values()), 0)
-    tensors = {k: v for k, v in values.items() if torch.is_tensor(v) and k != "case"}
-    if len(tensors) == len(values): return cls(tensors, size=size)
-    cases = values.get("case", ())
-    meta = {k: v for k, v in values.items() if k not in tensors and k != "case"}
-    return cls(tensors, tuple(cases.tolist() if torch.is_tensor(cases) else cases), meta, size)
+    tensors, meta, cases = {}, {}, ()
+    for k, v in values.items():
+        if k == "case": cases = tuple(v.tolist() if torch.is_tensor(v) else v)
+        else: (tensors if torch.is_tensor(v) else meta)[k] = v
+    return cls(tensors, cases, meta, _length(next(iter(values.values()))) if values else 0)
 
 # %% ../../nbs/contracts/00_batch.ipynb #e0a4f8be
 @patch
@@ -112,8 +112,8 @@ class StepBatch:
         **fields,
     ):
         "A step's batch from its micro-batches."
-        made = tuple(Batch.of(m) for m in micro_batches)
-        return cls(made, size=sum(m.size for m in made), **fields)
+        made = tuple(map(Batch.of, micro_batches))
+        return cls(made, size=sum([m.size for m in made]), **fields)
 
 # %% ../../nbs/contracts/00_batch.ipynb #21445cb9
 @patch

@@ -26,15 +26,21 @@ class CompileWatch:
     def after_step(self, result, batch):
         "Report where the number of graphs has changed, or torch compiles something no more."
         before, self.graphs = self.graphs, graphs_of(self.model)
-        self._limit(result.iteration)
-        if self.graphs == before or self.graphs is None: return
-        at, n = result.iteration, self.graphs
-        if n: text = f"the network was compiled, {n} graph{'s' * (n > 1)} so far; each new form of input costs another"
-        else: text = ("compile is on, and nothing was compiled: losses() calls parts of the network and not the "
-            "network itself; take compile=blocks, or leave it off")
-        self.report("compilation", f"step {at}: {text}", "info" if n and not before else "warning", at, graphs=n)
+        if self.graphs is None: self.given_up = 0
+        else: self._look(result.iteration, before)
 
 # %% ../../nbs/guards/04_compilation.ipynb #50e7dc90
+@patch
+def _look(self:CompileWatch, at, before):
+    self._limit(at)
+    if self.graphs == before: return
+    n = self.graphs
+    if n: text = f"the network was compiled, {n} graph{'s' * (n > 1)} so far; each new form of input costs another"
+    else: text = ("compile is on, and nothing was compiled: losses() calls parts of the network and not the "
+        "network itself; take compile=blocks, or leave it off")
+    self.report("compilation", f"step {at}: {text}", "info" if n and not before else "warning", at, graphs=n)
+
+
 @patch
 def _limit(self:CompileWatch, at):
     before, (self.given_up, forms) = self.given_up, uncompiled(self.model)

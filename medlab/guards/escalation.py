@@ -54,7 +54,7 @@ def after_step(self:EscalationPolicy, result, batch):
     "Look at a step; the actions of a rung, or the end where nothing is left to try."
     if result.iteration <= self.seen: self._went_back(result)
     self.seen = result.iteration
-    self.why.update({n.kind: n.text for n in result.notices if n.kind in ("skip", "drop", "nonfinite_loss")})
+    for n in result.notices: self.why |= {n.kind: n.text} if n.kind in ("skip", "drop", "nonfinite_loss") else {}
     if not result.skipped: return self._taken(result)
     k, skips = self.knobs.now, result.consecutive_skips
     if self.first is None: self.first, self.found = result.iteration - skips + 1, None
