@@ -104,7 +104,7 @@ def trained(path, course, decisions, log_every, monkeypatch):
         averages = t.step.ema.shadow if t.step.ema else {}
         weights = torch.cat([v.double().flatten() for v in (*t.model.state_dict().values(), *averages.values())])
         moments = [v.double().flatten() for s in t.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
-        asked = [(c.applied_step, c.state, {k: short(v) for k, v in c.new.items()}) for c in t.run.changes()]
+        asked = [(c.applied_step, c.state, {k: short(v) for k, v in (c.new or {}).items()}) for c in t.run.changes()]  # new is None where refused
         return dict(weights=weights, moments=torch.cat(moments), rows=rows, events=events, named=named,
             looks=looks, marks={c: t.quarantine.cases.count(c) for c in t.quarantine.cases.marks}, batches=batches, counts=(t.step.optimizer_step, t.step.consecutive_skips, t.batches.samples_seen), asked=asked)
 
