@@ -400,7 +400,7 @@ def _single(self:BatchLoader, key):
     for attempt in range(2):
         single = None
         try:
-            single = process_loader(self.dataset, [[(key[0], None)], [key]], 1, list)
+            single = process_loader(self.dataset, [[(key[0], None)], [key]], 1, list, ahead=1)
             within(single, 4 * START, self.turn)  # nothing is read
             return single
         except (RuntimeError, OSError, EOFError) as e: error, worker = e, single._workers[0] if single else None

@@ -55,12 +55,14 @@ def process_loader(
     sampler,  # iterable over lists of keys
     workers:int,  # processes, ≥ 1
     collate_fn=collate,  # function from a list of items to what is yielded
+    ahead:int=2,  # batches that each process is given at once, ≥ 1; 1: the next one when it has given the last
 ):  # endless iterator over `Collated`
     "Load batches in the sampler's order in other processes."
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "medlab.batches.loading"])  # a worker starts in a tenth of a second
     return iter(DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate_fn,
-        multiprocessing_context=context, worker_init_fn=_begin, persistent_workers=False))
+        multiprocessing_context=context, worker_init_fn=_begin, prefetch_factor=ahead,
+        persistent_workers=False))
 
 # %% ../../nbs/batches/02_processes.ipynb #d7ab2adc
 class _Trial(ForkingPickler):

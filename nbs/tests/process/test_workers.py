@@ -10,6 +10,8 @@ from toys import Toy, events, losses, trainer
 
 from fake_device import copies_ahead
 from medlab import faults
+from medlab.batches.loading import Guarded
+from medlab.batches.processes import process_loader, within
 from medlab.step.device import DeviceDecisions
 from medlab.train import trainer as trainer_module
 
@@ -79,6 +81,16 @@ def test_a_sample_that_ends_whoever_reads_it(tmp_path):
         assert sum(t.run.metrics("dropped")["dropped"].value) == dropped >= 2
     assert losses(tmp_path / "run") == losses(tmp_path / "without"), "all others as ever"
     assert any("sample 7" in s and "it ends whatever process reads it and is in quarantine" in s for s in events(tmp_path / "run", "bad_sample", "quarantine"))
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_sample_is_given_to_a_process_of_its_own_only_when_that_has_answered(ahead):
+    "Else one that ends its process may take the answer with it, and the process is said to be at fault."
+    given = []
+    keys = (given.append(n) or [(n, None)] for n in range(2))
+    loader = process_loader(Guarded([0, 1]), keys, 1, list, ahead=ahead)
+    assert given == [*range(ahead)]
+    assert within(loader, 60)[0][2] == 0 and given == [0, 1] and within(loader, 60)[0][2] == 1
 
 
 RAISED = [StopIteration("the end?"), MemoryError(), KeyboardInterrupt(), SystemExit(3), OSError(5, "Input/output error"), EOFError("truncated"), GeneratorExit(), RuntimeError("corrupt")]
