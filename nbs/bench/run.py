@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stamp  # noqa: E402
 
 ROOT, MINUTES = Path(__file__).resolve().parents[2], 90.0
-UNTIMED = {"do_boundary_losses_help", "sampling", "segmentation", "why_the_scaler_dies"}  # scores, skips; one thread
+# scores and skips, with one thread each
+UNTIMED = {"do_boundary_losses_help", "first_light", "sampling", "segmentation", "why_the_scaler_dies"}
 
 
 class Failed(Exception): "A cell failed; the message names it."
