@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MANY', 'UserError', 'UnknownName', 'RunFailed', 'nearest', 'own_line', 'with_own_line', 'CaseFault', 'derive_seed',
-           'generator', 'optional', 'line_of', 'strict', 'explained']
+           'generator', 'optional', 'line_of', 'places_of', 'strict', 'explained']
 
 # %% ../nbs/00_core.ipynb #c34a6728
 import ast
@@ -172,6 +172,34 @@ def line_of(
     try: file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
     except (TypeError, OSError): return ""
     return "" if not file or _of_library(file) or file.startswith(_STANDARD) else f"{_where(file)}, line {line}"
+
+# %% ../nbs/00_core.ipynb #43c6fdd0
+_PLACE = re.compile("root|path|dir|folder|file|data", re.IGNORECASE)  # in the name of what names a place
+
+
+def _lies_at(path):
+    "What lies at a path, as the end of a sentence."
+    full = Path(path).absolute()
+    try:
+        held = sorted(os.listdir(full)) if full.is_dir() else []
+        if held: return f"is a folder of {len(held)} entries, such as {', '.join(held[:3])}"
+        if full.is_dir(): return "is an empty folder"
+        if full.exists(): return "is a file"
+        above = next(p for p in full.parents if p.is_dir())
+        near = nearest(full.relative_to(above).parts[0], os.listdir(above))
+    except OSError as e: return f"cannot be read: {e.strerror}"
+    if str(path).startswith("~"): return "begins with ~, which Python does not expand by itself: Path(…).expanduser()"
+    return f"does not exist; {above} does" + (f", with {' and '.join(near)} in it" if near else "")
+
+# %% ../nbs/00_core.ipynb #ed641b00
+def places_of(
+    thing,  # recipe or dataset
+) -> str:  # sentences without the last stop; "" where it names no place
+    "Which places an object's fields name, and what lies there."
+    named = {k: v for k, v in getattr(thing, "__dict__", {}).items()
+        if isinstance(v, Path) or isinstance(v, str) and (os.sep in v or _PLACE.search(k))}
+    name = type(thing).__name__
+    return "; ".join(f"{name}.{k} = {str(v)!r} {_lies_at(v) if str(v) else 'is empty'}" for k, v in named.items())
 
 # %% ../nbs/00_core.ipynb #57262b71
 def strict(

@@ -54,7 +54,7 @@ class BatchLoader:
     ):
         self.recipe, self.device, self.knobs = recipe, device, knobs
         self.quarantine, self.report, self.memory = quarantine, report, Memory(device)
-        self.dataset, self.copy = Guarded(recipe.dataset()), DeviceCopy(device, report)
+        self.dataset, self.copy = Guarded(recipe.dataset(), recipe), DeviceCopy(device, report)
         refuse_unsent(self.dataset.dataset, recipe.workers)
         self.seed_base = derive_seed(recipe.seed, "prepare") >> 32 << 31
         self.samples_seen, self.accumulated = 0, 0  # samples drawn so far; micro-batches of the last step

@@ -19,7 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from ..core import RunFailed, UserError, line_of
+from ..core import RunFailed, UserError, line_of, places_of
 
 # %% ../../nbs/batches/01_loading.ipynb #44d92b54
 @dataclass(frozen=True)
@@ -129,14 +129,23 @@ def read_sample(
     with seeded_with(seed): return _named(dataset[index], dataset, index)
 
 # %% ../../nbs/batches/01_loading.ipynb #89ba3904
+def _no_sample(dataset, recipe):
+    "What is said of a dataset without samples."
+    made = f"{type(recipe).__name__}.dataset()" if recipe else "dataset()"
+    where = "; ".join(filter(None, map(places_of, (dataset, recipe))))
+    return (f"{made} holds no sample ({type(dataset).__name__}{maker_of(dataset)}), and must have at least one"
+        + f"; {where}" * bool(where))
+
+
 class Guarded(Dataset):
     """A dataset whose items are (sample, None, index) or (None, fault, index); an item's key is (index, seed), the
     seed None for what is not to be read."""
 
     def __init__(self,
         dataset,  # see `read_sample`
+        recipe=None,  # whose dataset it is, for the message
     ):
-        if not len(dataset): raise UserError("the dataset holds no sample; recipe.dataset() must have at least one")
+        if not len(dataset): raise UserError(_no_sample(dataset, recipe))
         self.dataset = dataset
 
     def __len__(self): return len(self.dataset)

@@ -335,3 +335,29 @@ def test_nothing_to_predict_is_said(home):
     assert trained(empty, root / "run")[0] == 0
     status, out, err = said("predict", root / "run", root, root / "made")
     assert status == 2 and "nothing to predict: Mine.find(" in err and not (root / "made").exists(), (out, err)
+
+
+def test_a_field_that_python_loses_is_named(home):
+    "Planted: no @dataclass above the class, so --hidden is no option and hidden=4 no argument."
+    root, file = home
+    lost = Path(file.replace("own_", "lost_"))
+    lost.write_text(Path(file).read_text().replace("@dataclass\nclass Mine", "class Mine"))
+    for command in ("train", "check"):
+        status, out, err = said(command, f"{lost}:Mine", "--hidden", 4, "--run", root / "run")
+        assert status == 2 and f"Mine ({lost.name}, line " in err and "names data_root, hidden, shape and is no dataclass" in err, (out, err)
+        assert "put @dataclass above class Mine (from dataclasses import dataclass)" in err and err.count("\n") == 1 and not (root / "run").exists()
+
+
+def test_a_folder_that_is_not_there_is_named(home):
+    "Planted: cases are found by glob(), and the folder is mistyped."
+    root, file = home
+    found = Path(file.replace("own_", "globbing_"))
+    body = Path(file).read_text().replace('{f"case-{i}": i for i in range(10)}', "{p.stem: i for i, p in enumerate(Path(self.data_root).glob('*.txt'))}")
+    found.write_text(body.replace("import numpy as np", "from pathlib import Path\nimport numpy as np"))
+    (root / "scans").mkdir()
+    for i in range(10): (root / f"scans/case-{i}.txt").touch()
+    argv = ("--data-root", root / "scan", "--threads", 1)
+    trained, checked = said("train", f"{found}:Mine", *argv, "--run", root / "run"), said("check", f"{found}:Mine", *argv)
+    assert trained[0] == checked[0] == 2 and trained[2] == checked[2]
+    assert f"Mine.setup() ({found.name}, line " in trained[2] and f"Mine.data_root = '{root}/scan' does not exist; {root} does, with scans in it" in trained[2], trained
+    assert said("train", f"{found}:Mine", "--data-root", root / "scans", "--threads", 1, "--run", root / "run", "--steps", 1)[0] == 0, "and it does"
