@@ -177,18 +177,31 @@ def _stacked(items):
     return {**stacked, **{k: [i[k] for i in items] for k in host}}
 
 # %% ../../nbs/batches/01_loading.ipynb #11acd2f9
+_KINDS = {str: "str", tuple: "tuple", bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def _dtype(value):
+    "Of a tensor, or of the one that is made of a number; the type of what stays on the host, as text."
+    if type(value) in _KINDS: return _KINDS[type(value)]
+    if isinstance(value, torch.Tensor): return value.dtype
+    return next((d for t, d in _KINDS.items() if isinstance(value, t)), type(value).__name__)
+
+
 def form_of(
     sample:dict,
     b:int=0,  # axes of a batch before those of a sample: 1 for a batch
-) -> dict:  # name → shape, () for a number, or the type of what stays on the host
+) -> dict:  # name → shape, () for a number, and dtype, as text; or the type of what stays on the host
     "What must be alike in the samples of a batch."
-    kind = lambda v: () if isinstance(v, (int, float, complex)) else type(v).__name__
-    return {k: tuple(v.shape[b:]) if torch.is_tensor(v) else kind(v[0] if b else v) for k, v in sorted(sample.items())}
+    size = lambda v: tuple(v.shape[b:]) if isinstance(v, torch.Tensor) else ()
+    form = lambda v, d: f"{size(v)} {str(d).removeprefix('torch.')}" if isinstance(d, torch.dtype) else d
+    return {k: form(v, _dtype(v if isinstance(v, torch.Tensor) or not b else v[0])) for k, v in sorted(sample.items())}
 
 # %% ../../nbs/batches/01_loading.ipynb #ca4bdda2
 def _together(loaded):
     "Collated samples; None where they are not alike."
-    if any(i.keys() != loaded[0][0].keys() for i, _ in loaded): return None  # torch takes those of the first
+    first = {k: _dtype(v) for k, v in loaded[0][0].items()}
+    for i, _ in loaded[1:]:  # torch takes the keys of the first, and a dtype that holds all of them
+        if i.keys() != first.keys() or any(_dtype(v) != first[k] for k, v in i.items()): return None
     try: return _stacked([i for i, _ in loaded])
     except (RuntimeError, TypeError, KeyError):
         if all(form_of(i) == form_of(loaded[0][0]) for i, _ in loaded): raise
@@ -259,19 +272,26 @@ class OneSize:
 @patch
 def _form(self:OneSize, samples):
     "The form of a batch as text, which is that of the last one where the shapes are."
-    shapes = [(k, v.shape if torch.is_tensor(v) else type(v[0])) for k, v in samples.items()]
+    shapes = [(k, v.shape, v.dtype) if torch.is_tensor(v) else (k, type(v[0])) for k, v in samples.items()]
     if shapes != self.last[0]: self.last = shapes, str(form_of(samples, 1))
     return self.last[1]
+
+
+def _remedy(loaded):
+    "What makes samples alike: another dtype is cast, another size cropped."
+    sizes = [{k: getattr(v, "shape", ()) for k, v in i.items()} for i, _ in loaded]
+    if all(s == sizes[0] for s in sizes): return "cast in __getitem__, such as with x.float() or MONAI's CastToTyped"
+    return ("crop or pad in __getitem__, such as with MONAI's RandSpatialCropd or ResizeWithPadOrCropd; or take "
+        f"batch_size=1, which takes any size, with gradient_accumulation_steps={len(loaded)}")
 
 
 @patch
 def _refusal(self:OneSize, loaded):
     n, most = self.seen.total(), max(self.seen.values())
-    return (f"a batch is stacked, so its samples must be of one size: {unlike_in_words(loaded)}. {n - most} of the {n} "
-        f"samples drawn so far are unlike the other {most}, more than one in {ONE_IN}, so it is the dataset "
-        f"({type(self.dataset).__name__}{maker_of(self.dataset)}) and not a case: crop or pad in __getitem__, such as "
-        "with MONAI's RandSpatialCropd or ResizeWithPadOrCropd; or take batch_size=1, which takes any size, with "
-        f"gradient_accumulation_steps={len(loaded)}. Where a single case is odd, leave it out of dataset()")
+    return (f"a batch is stacked, so its samples must be of one size and dtype: {unlike_in_words(loaded)}. {n - most} "
+        f"of the {n} samples drawn so far are unlike the other {most}, more than one in {ONE_IN}, so it is the dataset "
+        f"({type(self.dataset).__name__}{maker_of(self.dataset)}) and not a case: {_remedy(loaded)}. Where a single "
+        "case is odd, leave it out of dataset()")
 
 # %% ../../nbs/batches/01_loading.ipynb #673744cf
 EARLY = 4  # samples that fail alike, and none that is good, before a run ends

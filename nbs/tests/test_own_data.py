@@ -71,6 +71,38 @@ def test_one_odd_case_is_left_out_and_named(tmp_path):
         assert t.run.metrics("dropped")["dropped"].value[-1] == 1, "its batch-mate was used"
 
 
+class Typed:
+    "A label, of another dtype where the test says."
+    def __init__(self, odd): self.odd = odd
+    def __call__(self, i): return dict(label=torch.ones(1, dtype=torch.float64 if i in self.odd else torch.float32))
+
+
+def weighed(model, batch): return dict(loss=(model(batch["x"].mean(2)) - batch["label"]).square().mean(1))
+
+
+@pytest.mark.parametrize("workers", (0, 1))
+@pytest.mark.parametrize("place", (0, 1))
+def test_one_case_of_another_dtype_is_left_out_and_named(tmp_path, workers, place):
+    "Planted: a float64 label, first or second in its batch, which torch would stack without a word."
+    odd = [b for b, _ in zip(ResumableSampler(40, 2, 0), range(20))][-1][place][0]
+    made = recipe(Volumes(more=Typed({odd})), workers=workers)
+    made.losses = lambda model, batch: weighed(model, batch) | dict(wide=batch["label"].flatten() * (batch["label"].dtype == torch.float64))
+    with Trainer(made, tmp_path / "run", threads=1) as t:
+        t.fit(20, progress=False)
+        told = t.run.events("bad_sample")
+        assert t.run.state == "done" and len(told) == 1 and f"case {odd:02}" in told[0].text and "'label': '(1,) float64'" in told[0].text, told
+        assert t.run.metrics("dropped")["dropped"].value[-1] == 1 and not any(t.run.metrics("wide")["wide"].value), "no batch became float64"
+
+
+def test_a_dataset_of_two_dtypes_ends_the_run_at_the_first_batch(tmp_path):
+    with Trainer(recipe(Volumes(more=Typed(set(range(0, 40, 3)))), weighed), tmp_path / "run", threads=1) as t:
+        with pytest.raises(UserError, match=r"'label' is \(1,\) float\d\d in case .* cast in __getitem__"): t.fit(20, progress=False)
+        assert not t.quarantine.samples.marks, "no case is accused"
+    with Trainer(recipe(Volumes(more=Typed(set(range(40)))), weighed), tmp_path / "same", threads=1) as t:
+        t.fit(20, progress=False)
+        assert t.step.optimizer_step == 20 and not t.run.events("bad_sample"), "all float64: nobody is odd"
+
+
 @pytest.mark.parametrize("workers", (0, 1))
 @pytest.mark.parametrize("held, told", ((None, "'label', which is None"), ({"a": "b"}, "'label', which is a dict: {'a': 'b'}"),
     ([1, 2], "'label', which is a list")))
