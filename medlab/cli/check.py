@@ -44,7 +44,10 @@ def try_batch(
     lines = [f"left out of the first batch: {f.case}: {f.reason}" for f in batch.faults]
     if not batch.micro_batches: return [*lines, "no sample of the first batch is left; the step would be skipped"], 0.0
     micro, start = batch.micro_batches[0], time.perf_counter()
-    losses = trainer.step.forward(1, 0, micro)  # with its graph, for a loss that depends on no weight is refused
+    try: losses = trainer.step.forward(1, 0, micro)  # with its graph, for a loss that depends on no weight is refused
+    except Exception as e:
+        trainer.step.dropping.name_cases(1, 0, micro, e)
+        raise
     loss, seconds = losses["loss"].mean().item(), time.perf_counter() - start
     shapes = ", ".join(f"{k} {'×'.join(map(str, v.shape))}" for k, v in micro.tensors.items())
     return [*lines, f"first batch: {shapes}", f"loss before training {loss:.4g}, forward pass {seconds:.2g} s"], seconds

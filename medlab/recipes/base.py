@@ -22,7 +22,7 @@ from fastcore.basics import patch
 
 from ..contracts.batch import Batch
 from ..contracts.system import System
-from ..core import UnknownName, UserError, line_of, places_of, with_own_line
+from ..core import UnknownName, UserError, line_of, place_of, places_of, with_own_line
 from ..data.split import Split, patient_of, split_cases
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
@@ -332,7 +332,7 @@ def tabulate(self:Use,
         except Exception as e:
             if is_oom(e): raise
             errors.append(e)
-            if not rows and len(errors) >= ALIKE and len({*map(_place, errors)}) == 1: raise errors[0]
+            if not rows and len(errors) >= ALIKE and len({*map(place_of, errors)}) == 1: raise errors[0]
             out.append(dict(case=case, split=self.split.part(case), why="; ".join(with_own_line(e).splitlines())))
             traceback.clear_frames(e.__traceback__)  # they hold the case's tensors
         else: rows.append(self.row(case, scores))
@@ -340,12 +340,6 @@ def tabulate(self:Use,
     gone = [dict(case=n, split=part, why="it is not among the sound cases any more")
         for n, part in self.split.gone.items()]
     return Table.of(rows, self.split.train, out + gone)
-
-
-def _place(error):
-    "Kind and place of an error."
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return type(error), last.filename, last.lineno
 
 # %% ../../nbs/recipes/00_base.ipynb #b8129559
 def _check_number(name, value, low):
