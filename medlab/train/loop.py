@@ -110,8 +110,9 @@ def name_lost(self:Loop,
     steps[t.iteration] = t.cases
     names = list(dict.fromkeys(str(c) for micros in steps.values() for cases in micros for c in cases))
     rest = f" and {len(names) - MANY} more" * (len(names) > MANY)
-    add_note(error, f"the GPU failed in one of the steps {min(steps)} to {max(steps)}, which it tells late; their cases "
-        f"are {', '.join(names[:MANY])}{rest}. CUDA_LAUNCH_BLOCKING=1 shows the line, device='cpu' the case")
+    where = f"one of the steps {min(steps)} to {max(steps)}"
+    add_note(error, f"the GPU failed in {where}, which it tells late, with the cases {', '.join(names[:MANY])}{rest}. "
+        "CUDA_LAUNCH_BLOCKING=1 shows the line, device='cpu' which case")
 
 # %% ../../nbs/train/05_loop.ipynb #a3897d83
 @patch
