@@ -54,7 +54,7 @@ class BatchLoader:
     ):
         self.recipe, self.device, self.knobs = recipe, device, knobs
         self.quarantine, self.report, self.memory = quarantine, report, Memory(device)
-        self.dataset, self.copy = Guarded(recipe.dataset()), DeviceCopy(device, report)
+        self.dataset, self.copy = Guarded(recipe.dataset(), recipe), DeviceCopy(device, report)
         refuse_unsent(self.dataset.dataset, recipe.workers)
         self.seed_base = derive_seed(recipe.seed, "prepare") >> 32 << 31
         self.samples_seen, self.accumulated = 0, 0  # samples drawn so far; micro-batches of the last step
@@ -434,7 +434,7 @@ def _same(self:BatchLoader, iteration, i, place, indices):
     "A micro-batch again."
     order = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.recipe.seed, place)
     batch = self._read([k for k in next(iter(order)) if k[0] in indices])
-    if batch.unlike: raise NotTheSame(f"its samples are of other sizes now: {unlike_in_words(batch.unlike)}")
+    if batch.unlike: raise NotTheSame(f"its samples are of other sizes or dtypes now: {unlike_in_words(batch.unlike)}")
     if not batch.indices and not batch.failed: raise NotTheSame("the order of the samples is another one")
     if batch.failed: raise NotTheSame(f"{batch.failed[0].case} can't be read again: {batch.failed[0].reason}")
     return Batch.of(self._prepared(self.copy(batch.samples), iteration, i))
@@ -465,12 +465,12 @@ def _switch(self:BatchLoader, on, source):
 
 @patch
 def state_dict(self:BatchLoader) -> dict:
-    "How many samples were drawn, and how many of which sizes."
-    return dict(samples_seen=self.samples_seen, sizes=dict(self.one_size.seen))
+    "How many samples were drawn, and how many of which form."
+    return dict(samples_seen=self.samples_seen, forms=dict(self.one_size.seen))
 
 
 @patch
 def load_state_dict(self:BatchLoader, state):
     "Take up a place in the order; `seek` goes there."
     self.samples_seen = state["samples_seen"]
-    self.one_size.seen = Counter(state.get("sizes", {}))
+    self.one_size.seen = Counter(state.get("forms", {}))  # "sizes" of older runs are without dtypes

@@ -15,7 +15,7 @@ NAMES = ("fast_ddpm", "restoration", "segmentation")  # of recipes
 TRAIN = ("--config", "--run", "--recipe", "--resume", "--steps", "--device", "--threads", "--use-wandb",
     "--tensorboard", "--debug", "--set", "--size", "--data_root")
 WORDS = dict(  # command → (what its words are, its options)
-    train=(("recipe",), TRAIN), check=(("data",), TRAIN),
+    train=(("recipe",), TRAIN), check=(("data",), (*TRAIN, "--check-minutes")),
     predict=(("run", "input", "output"), ("--recipe", "--best", "--device")),
     evaluate=(("run", "data"), ("--cases", "--best", "--csv", "--recipe", "--device")),
     export=(("run", "out"), ("--form", "--weights", "--step", "--overwrite", "--recipe")),

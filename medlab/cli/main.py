@@ -431,7 +431,8 @@ def check(argv) -> int:
     print(_source_line(job.recipe), flush=True)
     from medlab.cli.check import command_line, rehearse
     rehearse(job.recipe, job.run, lambda trainer: _describe(trainer, job.target, job.run), rest.get("device"),
-        rest.get("threads"), **knobs)
+        rest.get("threads"), minutes=rest["check_minutes"], **knobs)
+    for spelling in ("--check-minutes", "--check_minutes"): argv = option_word(argv, spelling)[1]
     print(f"{command_line(name, *_data_of(argv, fields))} would start")
     return 0
 

@@ -124,7 +124,10 @@ def train_parser(
     "The options of `medlab train` for a recipe."
     prog = f"medlab check --recipe {cls.name}" if check else f"medlab train {cls.name}"
     p = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, default_env=False)
-    if check: p.add_argument("data", type=str, nargs="?", help="file or folder of cases, in the place of --data-root")
+    if check:
+        p.add_argument("data", type=str, nargs="?", help="file or folder of cases, in the place of --data-root")
+        p.add_argument("--check_minutes", type=float, default=5.0,
+            help="for which the samples of a recipe of one's own are read, at most")
     _add_run_options(p)
     _add_size(p, cls)
     hints, texts = typing.get_type_hints(cls), field_help(cls)
@@ -255,7 +258,8 @@ def _take_data(cls, given):
 # %% ../../nbs/cli/00_options.ipynb #b0e04a6b
 def _parsed(cls, argv, check=False):
     "What was typed, converted to the types of the fields; raises `UserError`."
-    try: return train_parser(cls, check).parse_args(normal_options(argv, known_keys(cls)))
+    known = [*known_keys(cls), *["check_minutes"] * check]
+    try: return train_parser(cls, check).parse_args(normal_options(argv, known))
     except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
 
 
@@ -272,7 +276,7 @@ def options(
     merged = checked_run({k: v for k, v in file.items() if k not in cls.Knobs.class_traits()} | typed)
     knobs = merged_knobs(cls, file, given)
     fields = checked_fields(cls, {k: v for k, v in merged.items() if k in names})
-    rest = {k: given.get(k) for k in ("resume", "use_wandb", "tensorboard", "debug")}
+    rest = {k: given.get(k) for k in ("resume", "use_wandb", "tensorboard", "debug", *["check_minutes"] * check)}
     return fields, knobs, rest | {k: v for k, v in merged.items() if k not in names}
 
 # %% ../../nbs/cli/00_options.ipynb #8b2b4ebb

@@ -128,7 +128,8 @@ def split_cases(
 ) -> Split:
     "Split by patient, train never empty; raises `UserError` for doubled names or impossible shares."
     names = sorted(map(str, names))
-    if not names: raise UserError("no case to split; at least one sound case is needed")
+    if not names: raise UserError("no case to split: the list of names is empty, and at least one is needed; a "
+        "folder that is not there gives none to glob() and os.walk(), so look at where they are found")
     if not (0 <= val and 0 <= test and val + test < 1):
         raise UserError(f"shares val={val}, test={test} must be ≥ 0 and sum to less than 1")
     patients = sorted({group(n) for n in names})

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core import UnknownName, UserError
-from .base import Recipe
+from .base import Recipe, refuse_lost_fields
 
 # %% ../../nbs/recipes/05_origin.ipynb #b551f6cf
 def module_place(
@@ -93,14 +93,16 @@ def class_in(
     name:str,  # of the class, with dots where it is nested; "": none was named
     where:str,  # the module as its user knows it, for the message
 ) -> type:
-    "A recipe of a module; raises `UserError` where there is none of that name, and for what is no recipe."
+    "A recipe of a module; raises `UserError` where there is none of that name, for what is no recipe or loses a field."
     own, cls = _own_classes(module), module
     if not name:
         ways = " or ".join(f"{where}:{n}" for n in own) or "none is defined there: class Mine(Recipe): …"
         raise UserError(f"which recipe of {where}? {ways}")
     for part in name.split("."): cls = getattr(cls, part, None)
     if cls is None: raise UnknownName(f"recipe in {where}", name, own)
-    if isinstance(cls, type) and issubclass(cls, Recipe): return cls
+    if isinstance(cls, type) and issubclass(cls, Recipe):
+        refuse_lost_fields(cls)
+        return cls
     raise UserError(f"{where}:{name} is a {type(cls).__name__} and must be a subclass of medlab.Recipe; "
         f"recipes there: {', '.join(own) or 'none'}")
 

@@ -146,6 +146,9 @@ def losses_of(self:Step, t, i, batch) -> dict:
     "The losses of a micro-batch; None where a normalization over the batch has too few samples."
     try: return self.forward(t.iteration, i, batch)
     except ValueError as e: error = e
+    except Exception as e:
+        self.dropping.name_cases(t.iteration, i, batch, e)
+        raise
     return self.dropping.too_few(t, i, batch, error)
 
 # %% ../../nbs/step/05_step.ipynb #829f715d

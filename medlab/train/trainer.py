@@ -450,6 +450,7 @@ def _train(self:Trainer, show):
         self.saver.save_end(state)
     except BaseException as e:
         state = "failed"
+        self.loop.name_lost(e)
         self._report("error", with_own_line(e), "error", traceback=traceback.format_exc())
         self.saver.rescue(e)
         raise

@@ -135,7 +135,7 @@ def accepted(command, option):
     argv = dict(predict=["predict"], evaluate=["evaluate"], export=["export"], demo=["demo"], selftest=["selftest"])
     if command in ("train", "check"):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
-        return option.replace("-", "_") in names
+        return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else set())
     if command not in argv: return False
     return f"--{option}" in help_of(*argv[command]) or command in ("predict", "evaluate") and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
 

@@ -1,5 +1,6 @@
 """A recipe and data of a user's own: what is odd is named with the case, and what is mistaken with the user's line."""
 import functools
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from medlab import Recipe, Run, Trainer
 from medlab.batches.sampler import ResumableSampler
 from medlab.cli.main import _status_of
 from medlab.core import RunFailed, UserError
+from medlab.step.device import DeviceDecisions
+from medlab.step.step import HostDecisions
+from medlab.train import trainer as train
 
 
 ODD = None  # number of the volume that is longer
@@ -71,6 +75,38 @@ def test_one_odd_case_is_left_out_and_named(tmp_path):
         assert t.run.metrics("dropped")["dropped"].value[-1] == 1, "its batch-mate was used"
 
 
+class Typed:
+    "A label, of another dtype where the test says."
+    def __init__(self, odd): self.odd = odd
+    def __call__(self, i): return dict(label=torch.ones(1, dtype=torch.float64 if i in self.odd else torch.float32))
+
+
+def weighed(model, batch): return dict(loss=(model(batch["x"].mean(2)) - batch["label"]).square().mean(1))
+
+
+@pytest.mark.parametrize("workers", (0, 1))
+@pytest.mark.parametrize("place", (0, 1))
+def test_one_case_of_another_dtype_is_left_out_and_named(tmp_path, workers, place):
+    "Planted: a float64 label, first or second in its batch, which torch would stack without a word."
+    odd = [b for b, _ in zip(ResumableSampler(40, 2, 0), range(20))][-1][place][0]
+    made = recipe(Volumes(more=Typed({odd})), workers=workers)
+    made.losses = lambda model, batch: weighed(model, batch) | dict(wide=batch["label"].flatten() * (batch["label"].dtype == torch.float64))
+    with Trainer(made, tmp_path / "run", threads=1) as t:
+        t.fit(20, progress=False)
+        told = t.run.events("bad_sample")
+        assert t.run.state == "done" and len(told) == 1 and f"case {odd:02}" in told[0].text and "'label': '(1,) float64'" in told[0].text, told
+        assert t.run.metrics("dropped")["dropped"].value[-1] == 1 and not any(t.run.metrics("wide")["wide"].value), "no batch became float64"
+
+
+def test_a_dataset_of_two_dtypes_ends_the_run_at_the_first_batch(tmp_path):
+    with Trainer(recipe(Volumes(more=Typed(set(range(0, 40, 3)))), weighed), tmp_path / "run", threads=1) as t:
+        with pytest.raises(UserError, match=r"'label' is \(1,\) float\d\d in case .* cast in __getitem__"): t.fit(20, progress=False)
+        assert not t.quarantine.samples.marks, "no case is accused"
+    with Trainer(recipe(Volumes(more=Typed(set(range(40)))), weighed), tmp_path / "same", threads=1) as t:
+        t.fit(20, progress=False)
+        assert t.step.optimizer_step == 20 and not t.run.events("bad_sample"), "all float64: nobody is odd"
+
+
 @pytest.mark.parametrize("workers", (0, 1))
 @pytest.mark.parametrize("held, told", ((None, "'label', which is None"), ({"a": "b"}, "'label', which is a dict: {'a': 'b'}"),
     ([1, 2], "'label', which is a list")))
@@ -106,6 +142,57 @@ def test_a_mistake_in_losses_shows_the_users_line(tmp_path, capsys):
         with pytest.raises(KeyError): t.wait()
         assert t.run.events("error")[1].text.endswith(line)
     assert _status_of(e.value) == 1 and capsys.readouterr().err.rstrip().endswith(line), "the last line of what is printed"
+
+
+class Classes:
+    "A class for each case, of which one does not exist."
+    def __init__(self, odd=None): self.odd = odd
+    def __call__(self, i): return dict(label=torch.tensor(7 if i == self.odd else i % 2))
+
+
+def classified(model, batch):
+    out = torch.cat([model(batch["x"].mean(2)), torch.zeros(len(batch["x"]), 1)], 1)
+    return dict(loss=nn.functional.cross_entropy(out, batch["label"], reduction="none"))
+
+
+def one_hot(model, batch):
+    out = torch.cat([model(batch["x"].mean(2)), torch.zeros(len(batch["x"]), 1)], 1)
+    return dict(loss=(out - nn.functional.one_hot(batch["label"], 2)).square().mean(1))
+
+
+def normalized(model, batch):
+    x = nn.functional.batch_norm(batch["x"].mean(2) + torch.rand(len(batch["x"]), 1), None, None, training=True)
+    return dict(loss=model(x).flatten() + torch.gather(torch.zeros(len(x), 2), 1, batch["label"][:, None]).flatten())
+
+
+@pytest.mark.parametrize("decisions", (HostDecisions, DeviceDecisions))
+@pytest.mark.parametrize("losses, kind", ((classified, IndexError), (one_hot, RuntimeError), (normalized, RuntimeError)))
+def test_a_label_out_of_range_is_said_with_the_case(tmp_path, capsys, monkeypatch, decisions, losses, kind):
+    "Planted: one label without a class, in the last batch of an epoch; the user's type and line stay."
+    monkeypatch.setattr(train, "decisions_for", lambda *args: decisions)
+    odd, mate = (i for i, _ in [b for b, _ in zip(ResumableSampler(40, 2, 0), range(20))][-1])
+    with Trainer(recipe(Volumes(more=Classes(odd)), losses), tmp_path / "run", threads=1, precision="fp32") as t:
+        with pytest.raises(kind) as e: t.fit(30, progress=False)
+        assert t.iteration == 19 and t.run.state == "failed"
+        text = t.run.events("error")[0].text
+        assert text.startswith(f"{kind.__name__}: ") and f"step 20: case {odd:02} raises it alone, and case {mate:02} does not" in text, text
+        assert f"in {losses.__name__}: " in text.splitlines()[-1], "the user's line"
+        assert len(t.run.metrics("loss")["loss"].value) == 19, "what was made before is whole"
+    assert _status_of(e.value) == 1
+    assert f"case {odd:02} raises it alone" in capsys.readouterr().err or sys.version_info < (3, 11)
+    with Trainer(recipe(Volumes(more=Classes()), losses), tmp_path / "sound", threads=1, precision="fp32") as t:
+        t.fit(30, progress=False)
+        assert t.run.state == "done" and not t.run.events("error"), "a clean one does not trip"
+
+
+def test_a_mistake_late_in_a_run_names_the_batch_and_asks_for_the_code(tmp_path):
+    def late(model, batch):
+        if t.iteration == 3: batch["labl"]
+        return classified(model, batch)
+    for size, told in ((2, "each sample of the micro-batch raises it alone (case "), (1, "the micro-batch was case ")):
+        with Trainer(recipe(Volumes(more=Classes()), late, batch_size=size), tmp_path / f"run{size}", threads=1) as t:
+            with pytest.raises(KeyError): t.fit(5, progress=False)
+            assert f"KeyError: 'labl'\nstep 4: {told}" in t.run.events("error")[0].text
 
 
 def test_a_mistake_in_losses_that_medlab_refuses_shows_the_line_too(tmp_path, capsys):

@@ -335,3 +335,59 @@ def test_nothing_to_predict_is_said(home):
     assert trained(empty, root / "run")[0] == 0
     status, out, err = said("predict", root / "run", root, root / "made")
     assert status == 2 and "nothing to predict: Mine.find(" in err and not (root / "made").exists(), (out, err)
+
+
+def test_a_field_that_python_loses_is_named(home):
+    "Planted: no @dataclass above the class, so --hidden is no option and hidden=4 no argument."
+    root, file = home
+    lost = Path(file.replace("own_", "lost_"))
+    lost.write_text(Path(file).read_text().replace("@dataclass\nclass Mine", "class Mine"))
+    for command in ("train", "check"):
+        status, out, err = said(command, f"{lost}:Mine", "--hidden", 4, "--run", root / "run")
+        assert status == 2 and f"Mine ({lost.name}, line " in err and "names data_root, hidden, shape and is no dataclass" in err, (out, err)
+        assert "put @dataclass above class Mine (from dataclasses import dataclass)" in err and err.count("\n") == 1 and not (root / "run").exists()
+
+
+def test_a_folder_that_is_not_there_is_named(home):
+    "Planted: cases are found by glob(), and the folder is mistyped."
+    root, file = home
+    found = Path(file.replace("own_", "globbing_"))
+    body = Path(file).read_text().replace('{f"case-{i}": i for i in range(10)}', "{p.stem: i for i, p in enumerate(Path(self.data_root).glob('*.txt'))}")
+    found.write_text(body.replace("import numpy as np", "from pathlib import Path\nimport numpy as np"))
+    (root / "scans").mkdir()
+    for i in range(10): (root / f"scans/case-{i}.txt").touch()
+    argv = ("--data-root", root / "scan", "--threads", 1)
+    trained, checked = said("train", f"{found}:Mine", *argv, "--run", root / "run"), said("check", f"{found}:Mine", *argv)
+    assert trained[0] == checked[0] == 2 and trained[2] == checked[2]
+    assert f"Mine.setup() ({found.name}, line " in trained[2] and f"Mine.data_root = '{root}/scan' does not exist; {root} does, with scans in it" in trained[2], trained
+    assert said("train", f"{found}:Mine", "--data-root", root / "scans", "--threads", 1, "--run", root / "run", "--steps", 1)[0] == 0, "and it does"
+
+
+def test_check_reads_every_sample(home):
+    "Planted: a torn case and a NaN far behind the first batch, which check did not see."
+    root, file = home
+    many = Path(file.replace("own_", "many_"))
+    body = Path(file).read_text().replace("range(10)}", "range(60)}").replace("def dataset(self): return [dict(case=n, x=self.sample(n)) for n in self.split.train]",
+        "def dataset(self): return Data(self)")
+    data = """
+class Data(torch.utils.data.Dataset):
+    def __init__(self, recipe): self.recipe, self.names = recipe, recipe.split.train
+    def __len__(self): return len(self.names)
+    def __getitem__(self, i):
+        if self.recipe.data_root == "torn" and len(self) - i in (2, 4): raise OSError("truncated file")
+        return dict(case=self.names[i], x=self.recipe.sample(self.names[i]) * (float("nan") if i == len(self.names) - 1 else 1.0))
+
+
+@dataclass
+class Mine"""
+    many.write_text(body.replace("\n@dataclass\nclass Mine", data))
+    argv = (f"{many}:Mine", "--threads", 1, "--precision", "fp32", "--set", "log_every=1")
+    status, out, err = said("check", *argv, "--data-root", "torn", "--check-minutes", 2)
+    train = int(re.search(r"cases: train (\d+)", out)[1])
+    assert status == 0 and f"reading each of the {train} samples once, for 2 min at most" in out, (out, err)
+    assert re.search(r"case-\d+ was left out: 'x' \(1, 8, 8, 8\) holds 512 non-finite values", out) and out.count("was left out: OSError: truncated file") == 2, out
+    left = out.count(" was left out: ")
+    assert f"{train} of {train} samples were read, {left} of them left out" in out and out.endswith("log_every=1 --data-root torn would start\n"), out
+    assert said("check", *argv, "--check-minutes", 0)[0] == 2 and said("train", *argv, "--check-minutes", 1)[0] == 2
+    clean = said("check", f"{file}:Mine", "--threads", 1)
+    assert clean[0] == 0 and " was left out" not in clean[1] and re.search(r"(\d+) of \1 samples were read, 0 of them left out", clean[1]), clean
