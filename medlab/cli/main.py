@@ -134,7 +134,7 @@ def _say_scores(trainer):
     "The table of the last validation and where the best weights are, or how to score what was held out."
     v = trainer.validation
     if v.table: print(v.table)
-    if v.best and trainer.knobs.save_every:
+    if v.best and trainer.saver.active:
         b = v.best
         by = f", by {b['cases']} cases" if "cases" in b else ""
         print(f"best {b['metric']} {b['value']:.4g} at step {b['step']}{by}, which is kept: medlab evaluate "

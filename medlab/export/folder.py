@@ -48,8 +48,8 @@ def checkpoint_rows(
     if rows: return rows
     steps = ", ".join(str(r["step"]) for r in kept)
     if kept: raise UserError(f"no checkpoint of step {step} is kept; kept are those of {steps}")
-    raise UserError(f"{run.path} has no checkpoint to export; train until one is written: trainer.save(), or the knob "
-        "save_every")
+    raise UserError(f"{run.path} has no checkpoint to export; train until one is written: trainer.save(), or the "
+        "knobs save_every (steps) and save_minutes")
 
 # %% ../../nbs/export/09_folder.ipynb #1b0eef88
 def read_newest(
