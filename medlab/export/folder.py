@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 
 import medlab
-from ..core import UnknownName, UserError
+from ..core import UnknownName, UserError, why_unwritable
 from .program import write_program
 from .source import write_files
 from .standard import leaving
@@ -214,7 +214,9 @@ def _finite(x):
 
 
 def _check_place(out, overwrite):
-    "Raise `UserError` where something lies that must not be replaced."
+    "Raise `UserError` where nothing can be written, or something lies that must not be replaced."
+    if why := why_unwritable(out.absolute().parent):
+        raise UserError(f"{out} cannot be written ({why}); an export is made beside its place: choose another folder")
     if not os.path.lexists(out): return
     if not out.is_dir() or out.is_symlink(): raise UserError(f"{out} is no folder; name a folder for the export")
     if not any(out.iterdir()): return

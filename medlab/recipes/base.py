@@ -21,7 +21,7 @@ from fastcore.basics import patch
 
 from ..contracts.batch import Batch
 from ..contracts.system import System
-from ..core import UnknownName, UserError, line_of, with_own_line
+from ..core import UnknownName, UserError, line_of, nearest, why_unwritable, with_own_line
 from ..data.split import Split, patient_of, split_cases
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
@@ -212,7 +212,20 @@ def find(self:Use,
     path,  # file or folder
 ) -> list:  # cases that `predict` takes, each with a `name`; at least one
     "The cases at a path that are to be predicted; raises `UserError` where there is none."
-    raise UserError(f"{type(self).__name__} has no prediction from files: define find()")
+    near = "".join(f", as {n!r} is" for n in nearest(str(path), self.cases, 1))
+    raise UserError(f"{type(self).__name__} has no prediction from files: define find(self, path), which gives a list "
+        f"of what predict() takes, each with a name; and {str(path)!r} is no name of a case of the run{near}")
+
+
+@patch
+def found(self:Use,
+    path,  # file or folder
+) -> list:  # cases, at least one
+    "What `find` gives; raises what it raises, and `UserError` where it gives nothing."
+    if cases := self.find(path): return list(cases)
+    there = "" if Path(path).exists() else ", and no such file or folder exists"
+    raise UserError(f"nothing to predict: {type(self).__name__}.find({str(path)!r}) returned no case{there}; give a "
+        "path that holds one, or let find() return what predict() takes, each with a name")
 
 # %% ../../nbs/recipes/00_base.ipynb #16aa79fc
 @patch
@@ -222,7 +235,7 @@ def case(self:Use,
     "The case that is meant; raises `UserError` for a path that holds several, or none."
     if isinstance(case, str) and case in self.cases: return self.cases[case]
     if not isinstance(case, (str, Path)): return case
-    found = self.find(case)
+    found = self.found(case)
     names = ", ".join(c.name for c in found[:4])
     if len(found) > 1: raise UserError(f"{str(case)!r} holds {len(found)} cases ({names} …); name one")
     return found[0]
@@ -235,7 +248,7 @@ def predict(self:Use,
     **options,  # of `predict_options`
 ):  # what `write` takes
     "Predict one case; raises `UserError` where the recipe has no prediction."
-    raise UserError(f"{type(self).__name__} has no prediction: define predict()")
+    raise UserError(f"{type(self).__name__} has no prediction: define predict(self, model, case)")
 
 # %% ../../nbs/recipes/00_base.ipynb #d00f9eab
 @patch
@@ -247,6 +260,23 @@ def write(self:Use,
     "Write a prediction to a file, or into a folder as CASE-NAME.nii.gz; raises what `output_file` raises."
     from medlab.data.volume import write_volume
     return write_volume(result, output_file(output, case, f"{case.name}-{result.name}.nii.gz", self.endings))
+
+# %% ../../nbs/recipes/00_base.ipynb #b05f8dd9
+@patch
+def check_output(self:Use,
+    output,  # as for `write`
+    cases,  # that will be predicted
+):
+    "Raise `UserError`, before anything is predicted, where `write` could not write it there."
+    output, known = Path(output), Path(output).name.lower().endswith(tuple(self.endings))
+    if type(self).write is Use.write or type(self).write.__module__.startswith("medlab."):
+        for case in cases: output_file(output, case, "", self.endings)
+        if known and output.is_dir(): raise UserError(f"{output} is a folder, and its name is that of a file to be "
+            f"written ({', '.join(self.endings)}); choose another output")
+    else: known = known or bool(output.suffix) or output.is_file()
+    why = why_unwritable(output.parent if known and not output.is_dir() else output)
+    if why: raise UserError(f"{output} cannot be written ({why}); predictions need a folder that can be written: "
+        "choose another output")
 
 # %% ../../nbs/recipes/00_base.ipynb #b7c48d53
 @patch
