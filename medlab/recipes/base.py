@@ -36,8 +36,8 @@ def _cell(value):
 # %% ../../nbs/recipes/00_base.ipynb #9a320e0c
 @dataclass
 class Table:
-    "Rows of results with their means."
-    rows:list  # dictionaries, of which the first key names the case; values are text, numbers or None
+    "Rows of results; where each is of a case, with their means."
+    rows:list  # dictionaries with the key "case", or of settings, without; values are text, numbers or None
     note:str = ""  # a sentence that must be known to read them; empty: none
     left_out:list = field(default_factory=list)  # of dict(case, split, why): cases that could not be scored
 
@@ -61,6 +61,12 @@ def _means(rows):
     columns = {k: [r[k] for r in rows if _number(r.get(k))] for k in _columns(rows)}
     counted = {k: [v for v in values if _finite(v)] or values for k, values in columns.items() if values}
     return {k: sum(v) / len(v) for k, v in counted.items()}
+
+
+@patch(as_prop=True)
+def of_cases(self:Table) -> bool:
+    "Whether its rows are of cases, so that it is shown with means."
+    return "case" in _columns(self.rows)
 
 
 @patch(as_prop=True)
@@ -95,7 +101,7 @@ def _lines(self:Table):
     if not self.rows: return [["no rows"]]
     keys = _columns(self.rows)
     body = [[_cell(r.get(k)) for k in keys] for r in self.rows]
-    means = [{"split": part} | mean for part, mean in self.means.items()]
+    means = [{"split": part} | mean for part, mean in self.means.items()] if self.of_cases else []
     return [keys, *body, *(["mean", *(_cell(m[k]) if k in m else "" for k in keys[1:])] for m in means)]
 
 
@@ -111,7 +117,7 @@ def notes(self:Table) -> list:  # sentences
     "What must be known to read the table: its note, which values and which cases the means leave out."
     n, columns = len(self.rows), [k for k in _columns(self.rows) if any(_number(r.get(k)) for r in self.rows)]
     missing = {k: sum(not _finite(r.get(k)) for r in self.rows) for k in columns}
-    told = ", ".join(f"{k} in {m} of {n} rows" for k, m in missing.items() if m)
+    told = ", ".join(f"{k} in {m} of {n} rows" for k, m in missing.items() if m and self.of_cases)
     out = len(self.left_out)
     return [*[self.note] * bool(self.note), *[f"no finite value, and not in the mean: {told}"] * bool(told),
         *[f"{out} of {out + len({r.get('case') for r in self.rows})} cases could not be scored"] * bool(out)]
