@@ -317,7 +317,7 @@ def predict(
     own = _checked(own)
     from medlab.train.state import load_model
     recipe, model, step = load_model(a.run, a.device, a.best, cls)
-    cases = recipe.found(a.input)
+    cases = recipe.cases_at(a.input)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:
         raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
     recipe.check_output(a.output, cases)

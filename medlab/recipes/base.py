@@ -224,7 +224,7 @@ def find(self:Use,
 
 
 @patch
-def found(self:Use,
+def cases_at(self:Use,
     path,  # file or folder
 ) -> list:  # cases, at least one
     "What `find` gives; raises what it raises, and `UserError` where it gives nothing."
@@ -241,7 +241,7 @@ def case(self:Use,
     "The case that is meant; raises `UserError` for a path that holds several, or none."
     if isinstance(case, str) and case in self.cases: return self.cases[case]
     if not isinstance(case, (str, Path)): return case
-    found = self.found(case)
+    found = self.cases_at(case)
     names = ", ".join(c.name for c in found[:4])
     if len(found) > 1: raise UserError(f"{str(case)!r} holds {len(found)} cases ({names} …); name one")
     return found[0]
