@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MANY', 'UserError', 'UnknownName', 'RunFailed', 'nearest', 'own_line', 'place_of', 'add_note', 'with_own_line',
-           'CaseFault', 'derive_seed', 'generator', 'optional', 'line_of', 'places_of', 'strict', 'explained']
+           'CaseFault', 'derive_seed', 'generator', 'optional', 'why_unwritable', 'line_of', 'places_of', 'strict',
+           'explained']
 
 # %% ../nbs/00_core.ipynb #c34a6728
 import ast
@@ -15,6 +16,7 @@ import importlib
 import inspect
 import os
 import re
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -176,6 +178,17 @@ def optional(
     except ModuleNotFoundError as e:
         if not module.startswith(e.name or "?"): raise
         raise UserError(f"{module!r} is not installed; it comes with: pip install 'medlab[{extra}]'") from e
+
+# %% ../nbs/00_core.ipynb #cada720e
+def why_unwritable(
+    folder,  # where files are to be made; it need not exist
+) -> str:  # the nearest folder that exists, and what the system says; "": files can be made
+    "Why nothing can be written into a folder."
+    folder = Path(folder).absolute()
+    near = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    try:
+        with tempfile.TemporaryFile(dir=near): return ""
+    except OSError as e: return f"{near}: {(e.strerror or str(e)).lower()}"
 
 # %% ../nbs/00_core.ipynb #28b05908
 def line_of(

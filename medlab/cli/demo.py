@@ -9,7 +9,7 @@ __all__ = ['HEADS', 'SIZE', 'STEPS', 'write_heads', 'demo_recipe', 'demo_knobs',
 # %% ../../nbs/cli/02_demo.ipynb #78d971ec
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import nibabel as nib
@@ -21,6 +21,7 @@ from skimage.restoration import denoise_nl_means, denoise_tv_chambolle, wiener
 from .options import fit_until, threads_for
 from ..core import UserError
 from ..data.pair_files import FilePair
+from ..data.pairs import Whole
 from ..data.volume import Volume, read_volume, write_volume
 from ..metrics import psnr, ssim
 from ..phantoms import MODALITIES, brain
@@ -151,21 +152,19 @@ class Restored:
 def measured(
     recipe:Restoration,
     model,  # in evaluation mode
-    pair:FilePair,  # a sharp volume
+    whole:Whole,  # a sharp volume and what was made of it, which stay as they are
 ) -> Restored:
-    "Restore the middle slices of a sharp volume that is degraded first, and compare."
-    whole = recipe.data().whole(pair)
+    "Restore the middle slices of a degraded volume, and compare."
     n = len(whole.image) // 2
     keep = slice(max(0, n - 1), n + 2)
     truth, degraded = (x[keep, 0].numpy() for x in (whole.target, whole.image))
-    whole.image = whole.image[keep]
-    with torch.no_grad(): made = restore(recipe, model, whole)[:, 0].numpy()
+    with torch.no_grad(): made = restore(recipe, model, replace(whole, image=whole.image[keep]))[:, 0].numpy()
     inside = truth > 0.08
     name, score, filtered = best_filter(degraded, truth, inside, recipe.level)
-    row = dict(case=pair.name, psnr=psnr(made, truth, inside), psnr_filter=score,
+    row = dict(case=whole.name, psnr=psnr(made, truth, inside), psnr_filter=score,
         psnr_input=psnr(degraded, truth, inside), ssim=ssim(made, truth, inside, win_size=3),
         ssim_filter=ssim(filtered, truth, inside, win_size=3), filter=name)
-    return Restored(pair.name, degraded, filtered, made, truth, inside, whole.like.spacing, row)
+    return Restored(whole.name, degraded, filtered, made, truth, inside, whole.like.spacing, row)
 
 # %% ../../nbs/cli/02_demo.ipynb #bec81c4a
 def draw_restored(
@@ -191,21 +190,21 @@ def draw_curves(
 # %% ../../nbs/cli/02_demo.ipynb #12b17d26
 def _leave_results(trainer, folder, scan):
     "Restore and measure; write two pictures, a table and the restored scan. (table, `Restored` of the scan or None)"
-    recipe, model = trainer.recipe, trainer.snapshot()
-    found = [measured(recipe, model, recipe.cases[n]) for n in recipe.split.test]
-    real = measured(recipe, model, FilePair("scan", sharp=scan)) if scan else None
+    recipe, model, data = trainer.recipe, trainer.snapshot(), trainer.recipe.data()
+    found = [measured(recipe, model, data.whole(recipe.cases[n])) for n in recipe.split.test]
+    whole = data.whole(FilePair("scan", sharp=scan)) if scan else None
+    real = measured(recipe, model, whole) if scan else None
     table = Table([r.row for r in found])
     Table([*table.rows, *([real.row] if real else [])]).to_csv(folder / "table.csv")
     picture = stack(*(draw_restored(r) for r in (found[0], real) if r))
     picture.savefig(folder / "prediction.png", dpi=picture.dpi)
     draw_curves(trainer.run).savefig(folder / "curves.png", dpi=120)
-    if scan: _write_scan(recipe, model, scan, folder)
+    if scan: _write_scan(recipe, model, whole, folder)
     return table, real
 
 
-def _write_scan(recipe, model, scan, folder):
+def _write_scan(recipe, model, whole, folder):
     "The whole scan, degraded and restored, as NIfTI."
-    whole = recipe.data().whole(FilePair("scan", sharp=scan))
     with torch.no_grad(): made = restore(recipe, model, whole)
     write_volume(whole.restore(whole.image), folder / "scan-degraded.nii.gz")
     write_volume(whole.restore(made), folder / "scan-restored.nii.gz")

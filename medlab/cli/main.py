@@ -9,6 +9,7 @@ __all__ = ['FEW', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'J
 
 # %% ../../nbs/cli/07_main.ipynb #d313b561
 import contextlib
+import os
 import sys
 import traceback
 import warnings
@@ -18,7 +19,7 @@ from pathlib import Path
 import jsonargparse
 
 import medlab
-from ..core import UnknownName, UserError, optional
+from ..core import UnknownName, UserError, optional, why_unwritable
 from medlab.cli.options import (
     RECIPES, add_threads, explain, fit_until, is_place, listed, option_type, options, recipe_class, several,
     threads_for)
@@ -134,7 +135,7 @@ def _say_scores(trainer):
     "The table of the last validation and where the best weights are, or how to score what was held out."
     v = trainer.validation
     if v.table: print(v.table)
-    if v.best and trainer.knobs.save_every:
+    if v.best and trainer.saver.active:
         b = v.best
         by = f", by {b['cases']} cases" if "cases" in b else ""
         print(f"best {b['metric']} {b['value']:.4g} at step {b['step']}{by}, which is kept: medlab evaluate "
@@ -316,10 +317,10 @@ def predict(
     own = _checked(own)
     from medlab.train.state import load_model
     recipe, model, step = load_model(a.run, a.device, a.best, cls)
-    cases = recipe.find(a.input)
-    if not cases: raise UserError(f"nothing to predict: {type(recipe).__name__}.find({a.input!r}) returned no case")
+    cases = recipe.cases_at(a.input)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:
         raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
+    recipe.check_output(a.output, cases)
     with cpu_threads(a.threads): failed = _predict_all(recipe, model, step, cases, a.output, own)
     if failed and len(cases) > 1:
         print(f"medlab: {len(failed)} of {len(cases)} cases could not be predicted: {', '.join(failed)}",
@@ -342,6 +343,16 @@ def _evaluate_parser():
     return p
 
 
+def _check_csv(file):
+    "Raise `UserError` for a table that could not be written."
+    place = file.resolve().parent
+    if not place.is_dir(): raise UserError(f"--csv {file}: the folder {place} does not exist; make it first")
+    if file.is_dir(): raise UserError(f"--csv {file} is a folder; name a file in it, such as {file / 'scores.csv'}")
+    if file.exists(): why = "" if os.access(file, os.W_OK) else "what lies there cannot be changed"
+    else: why = why_unwritable(place)
+    if why: raise UserError(f"--csv {file} cannot be written ({why}); choose another file")
+
+
 def evaluate(
     argv,  # RUN, DATA or nothing, and options
 ) -> int:  # exit status: 2 where a case could not be scored
@@ -352,8 +363,7 @@ def evaluate(
     own = score_options(cls) if own else {}
     a, given = _parse(_evaluate_parser(), argv, own)
     given = {k: v for k, v in _checked(given).items() if v != own[k][1]}  # the rest is left to the recipe
-    if a.csv and not Path(a.csv).resolve().parent.is_dir():
-        raise UserError(f"--csv {a.csv}: the folder {Path(a.csv).resolve().parent} does not exist; make it first")
+    if a.csv: _check_csv(Path(a.csv))
     with cpu_threads(a.threads): table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, cls, **given)
     n = len({r["case"] for r in table.rows})
     which = "the best that validation found" if a.best else "the newest"

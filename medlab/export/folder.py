@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 
 import medlab
-from ..core import UnknownName, UserError
+from ..core import UnknownName, UserError, why_unwritable
 from .program import write_program
 from .source import write_files
 from .standard import leaving
@@ -48,8 +48,8 @@ def checkpoint_rows(
     if rows: return rows
     steps = ", ".join(str(r["step"]) for r in kept)
     if kept: raise UserError(f"no checkpoint of step {step} is kept; kept are those of {steps}")
-    raise UserError(f"{run.path} has no checkpoint to export; train until one is written: trainer.save(), or the knob "
-        "save_every")
+    raise UserError(f"{run.path} has no checkpoint to export; train until one is written: trainer.save(), or the "
+        "knobs save_every (steps) and save_minutes")
 
 # %% ../../nbs/export/09_folder.ipynb #1b0eef88
 def read_newest(
@@ -214,7 +214,9 @@ def _finite(x):
 
 
 def _check_place(out, overwrite):
-    "Raise `UserError` where something lies that must not be replaced."
+    "Raise `UserError` where nothing can be written, or something lies that must not be replaced."
+    if why := why_unwritable(out.absolute().parent):
+        raise UserError(f"{out} cannot be written ({why}); an export is made beside its place: choose another folder")
     if not os.path.lexists(out): return
     if not out.is_dir() or out.is_symlink(): raise UserError(f"{out} is no folder; name a folder for the export")
     if not any(out.iterdir()): return

@@ -74,6 +74,9 @@ class DataKnobs(HasTraits):
         "else as many as val_share allows at least every half hour").tag(unit="cases", off=None, concern="validation")
     save_every = Int(200, min=0, help="steps between checkpoints; one is always written at the end").tag(
         unit="steps", off=0, concern="checkpoints")
+    save_minutes = Real(10.0, 0, 1e6, help="time since the last checkpoint after which the next step is saved, too; 0: "
+        "steps alone count. A new run that is given save_every=0 begins with 0 here, unless it is given both").tag(
+        unit="min", off=0.0, concern="checkpoints")
     keep = Int(3, min=1, help="checkpoints kept, the newest").tag(unit="files", concern="checkpoints")
     log_every = Int(1, min=1, max=1000, help="steps between transfers of telemetry from the device, 20 where a new "
         "run trains on a GPU; every step is recorded, at the latest two seconds later").tag(

@@ -22,7 +22,8 @@ from fastcore.basics import patch
 
 from ..contracts.batch import Batch
 from ..contracts.system import System
-from ..core import UnknownName, UserError, line_of, place_of, places_of, with_own_line
+from ..core import UnknownName, UserError, line_of, nearest, place_of, places_of, why_unwritable
+from ..core import with_own_line
 from ..data.split import Split, patient_of, split_cases
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
@@ -37,8 +38,8 @@ def _cell(value):
 # %% ../../nbs/recipes/00_base.ipynb #9a320e0c
 @dataclass
 class Table:
-    "Rows of results with their means."
-    rows:list  # dictionaries, of which the first key names the case; values are text, numbers or None
+    "Rows of results; where each is of a case, with their means."
+    rows:list  # dictionaries with the key "case", or of settings, without; values are text, numbers or None
     note:str = ""  # a sentence that must be known to read them; empty: none
     left_out:list = field(default_factory=list)  # of dict(case, split, why): cases that could not be scored
 
@@ -62,6 +63,12 @@ def _means(rows):
     columns = {k: [r[k] for r in rows if _number(r.get(k))] for k in _columns(rows)}
     counted = {k: [v for v in values if _finite(v)] or values for k, values in columns.items() if values}
     return {k: sum(v) / len(v) for k, v in counted.items()}
+
+
+@patch(as_prop=True)
+def of_cases(self:Table) -> bool:
+    "Whether its rows are of cases, so that it is shown with means."
+    return "case" in _columns(self.rows)
 
 
 @patch(as_prop=True)
@@ -96,7 +103,7 @@ def _lines(self:Table):
     if not self.rows: return [["no rows"]]
     keys = _columns(self.rows)
     body = [[_cell(r.get(k)) for k in keys] for r in self.rows]
-    means = [{"split": part} | mean for part, mean in self.means.items()]
+    means = [{"split": part} | mean for part, mean in self.means.items()] if self.of_cases else []
     return [keys, *body, *(["mean", *(_cell(m[k]) if k in m else "" for k in keys[1:])] for m in means)]
 
 
@@ -112,7 +119,7 @@ def notes(self:Table) -> list:  # sentences
     "What must be known to read the table: its note, which values and which cases the means leave out."
     n, columns = len(self.rows), [k for k in _columns(self.rows) if any(_number(r.get(k)) for r in self.rows)]
     missing = {k: sum(not _finite(r.get(k)) for r in self.rows) for k in columns}
-    told = ", ".join(f"{k} in {m} of {n} rows" for k, m in missing.items() if m)
+    told = ", ".join(f"{k} in {m} of {n} rows" for k, m in missing.items() if m and self.of_cases)
     out = len(self.left_out)
     return [*[self.note] * bool(self.note), *[f"no finite value, and not in the mean: {told}"] * bool(told),
         *[f"{out} of {out + len({r.get('case') for r in self.rows})} cases could not be scored"] * bool(out)]
@@ -213,7 +220,20 @@ def find(self:Use,
     path,  # file or folder
 ) -> list:  # cases that `predict` takes, each with a `name`; at least one
     "The cases at a path that are to be predicted; raises `UserError` where there is none."
-    raise UserError(f"{type(self).__name__} has no prediction from files: define find()")
+    near = "".join(f", as {n!r} is" for n in nearest(str(path), self.cases, 1))
+    raise UserError(f"{type(self).__name__} has no prediction from files: define find(self, path), which gives a list "
+        f"of what predict() takes, each with a name; and {str(path)!r} is no name of a case of the run{near}")
+
+
+@patch
+def cases_at(self:Use,
+    path,  # file or folder
+) -> list:  # cases, at least one
+    "What `find` gives; raises what it raises, and `UserError` where it gives nothing."
+    if cases := self.find(path): return list(cases)
+    there = "" if Path(path).exists() else ", and no such file or folder exists"
+    raise UserError(f"nothing to predict: {type(self).__name__}.find({str(path)!r}) returned no case{there}; give a "
+        "path that holds one, or let find() return what predict() takes, each with a name")
 
 # %% ../../nbs/recipes/00_base.ipynb #16aa79fc
 @patch
@@ -223,7 +243,7 @@ def case(self:Use,
     "The case that is meant; raises `UserError` for a path that holds several, or none."
     if isinstance(case, str) and case in self.cases: return self.cases[case]
     if not isinstance(case, (str, Path)): return case
-    found = self.find(case)
+    found = self.cases_at(case)
     names = ", ".join(c.name for c in found[:4])
     if len(found) > 1: raise UserError(f"{str(case)!r} holds {len(found)} cases ({names} …); name one")
     return found[0]
@@ -236,7 +256,7 @@ def predict(self:Use,
     **options,  # of `predict_options`
 ):  # what `write` takes
     "Predict one case; raises `UserError` where the recipe has no prediction."
-    raise UserError(f"{type(self).__name__} has no prediction: define predict()")
+    raise UserError(f"{type(self).__name__} has no prediction: define predict(self, model, case)")
 
 # %% ../../nbs/recipes/00_base.ipynb #d00f9eab
 @patch
@@ -248,6 +268,23 @@ def write(self:Use,
     "Write a prediction to a file, or into a folder as CASE-NAME.nii.gz; raises what `output_file` raises."
     from medlab.data.volume import write_volume
     return write_volume(result, output_file(output, case, f"{case.name}-{result.name}.nii.gz", self.endings))
+
+# %% ../../nbs/recipes/00_base.ipynb #b05f8dd9
+@patch
+def check_output(self:Use,
+    output,  # as for `write`
+    cases,  # that will be predicted
+):
+    "Raise `UserError`, before anything is predicted, where `write` could not write it there."
+    output, known = Path(output), Path(output).name.lower().endswith(tuple(self.endings))
+    if type(self).write is Use.write or type(self).write.__module__.startswith("medlab."):
+        for case in cases: output_file(output, case, "", self.endings)
+        if known and output.is_dir(): raise UserError(f"{output} is a folder, and its name is that of a file to be "
+            f"written ({', '.join(self.endings)}); choose another output")
+    else: known = known or bool(output.suffix) or output.is_file()
+    why = why_unwritable(output.parent if known and not output.is_dir() else output)
+    if why: raise UserError(f"{output} cannot be written ({why}); predictions need a folder that can be written: "
+        "choose another output")
 
 # %% ../../nbs/recipes/00_base.ipynb #b7c48d53
 @patch

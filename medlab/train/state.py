@@ -259,6 +259,17 @@ def trained_model(
         if k in state["knobs"]: recipe.apply(k, state["knobs"][k], model)
     return model.eval()
 
+# %% ../../nbs/train/03_state.ipynb #4eabcc33
+def _none_saved(path, reasons):
+    "The error for a run without a checkpoint: why there is none, and what to do."
+    none = f"{path} has no checkpoint to predict from"
+    if reasons: return UserError("; ".join([none, *reasons]))
+    run = Run(path)
+    steps, minutes = (run.meta.get("values", {}).get(k, "?") for k in ("save_every", "save_minutes"))
+    return UserError(f"{none}: it is {run.state} at step {run.step}, and is saved every save_every={steps} steps, "
+        f"after save_minutes={minutes} (0: never), and when training ends; let it train until then, save it with "
+        f"trainer.save(), or go on with smaller ones: medlab train --resume {path} --set save_minutes=1")
+
 # %% ../../nbs/train/03_state.ipynb #b0abbcf3
 def load_model(
     path,  # run directory
@@ -273,7 +284,7 @@ def load_model(
     if state is None and best and not reasons:
         raise UserError(f"{path} has no best checkpoint: none of its validations was saved; leave best out for "
             "the newest")
-    if state is None: raise UserError(f"{path} has no checkpoint to predict from" + "".join(f"; {r}" for r in reasons))
+    if state is None: raise _none_saved(path, reasons)
     state = upgraded(state)
     set_tf32(state["knobs"].get("tf32", False))
     recipe.knobs = recipe.Knobs()

@@ -143,6 +143,7 @@ def _prepare(self:Trainer,
     if given is None: return
     if "log_every" not in given: self.knobs.log_every = log_every_on(self.device)
     if "activation_checkpointing" not in given: self.knobs.activation_checkpointing = read_checkpointing(self.model)
+    if not self.knobs.save_every and "save_minutes" not in given: self.knobs.save_minutes = 0.0
     bring_in(self.knobs, self.bindings)
 
 # %% ../../nbs/train/10_trainer.ipynb #d5b57d4b
@@ -444,6 +445,7 @@ def _train(self:Trainer, show):
     p.began, self.telemetry.bar = time.perf_counter(), Bar(p.target, p.iteration, show) if show else None
     self.loop.between.slow, self.batches.turn = None, self.loop.between.no_batch
     self.validation.begin()
+    self.saver.begin()
     try:
         self._steps()
         state = "done" if p.iteration >= p.target else "stopped"
@@ -495,9 +497,8 @@ def _catch_up(self:Trainer):
 @patch
 def _upkeep(self:Trainer):
     "After a step: validate and save where that is due."
-    k, n = self.knobs.now, self.iteration
-    if self.validation.due(n): self._validate()
-    if k.save_every and n % k.save_every == 0: self.saver.save_once()
+    if self.validation.due(self.iteration): self._validate()
+    if self.saver.due(): self.saver.save_once()
 
 # %% ../../nbs/train/10_trainer.ipynb #6deb207e
 @patch
@@ -516,7 +517,7 @@ def _validate(self:Trainer):
     "Score held-out cases; keep the weights where they are the best so far."
     self.loop.flush()
     self.batches.release()
-    if not self.validation(self.iteration) or not self.knobs.now.save_every: return
+    if not self.validation(self.iteration) or not self.saver.active: return
     start, file = time.perf_counter(), self.save()
     if file: self.saver.checkpoints.mark_best(file, self.knobs.keep)
     self.writer.set_meta(best=self.validation.best)

@@ -149,7 +149,7 @@ def test_an_empty_config_is_none(tmp_path):
     ("predict {root}/run {root}/cases {root}/o.nii.gz", ["holds 4 cases; give a folder as output"]),
     ("predict {root}/run {root}/cases/PHANTOM-0001 {root}/o", ["lacks nothing; say which to synthesize: modality=t1n or"]),
     ("predict {root}/run {root}/cases/PHANTOM-0001 {root}/o --modality t2", ["unknown modality 't2'; did you mean"]),
-    ("predict {root}/run {root}/cases/PHANTOM-0001 {root}/file --modality t2f", ["cannot be written: file exists"]),
+    ("predict {root}/run {root}/cases/PHANTOM-0001 {root}/file --modality t2f", ["file cannot be written (", "file: not a directory); predictions need a folder"]),
 ])
 def test_wrong_commands(root, argv, words):
     (root / "damaged").mkdir(exist_ok=True)

@@ -391,3 +391,18 @@ class Mine"""
     assert said("check", *argv, "--check-minutes", 0)[0] == 2 and said("train", *argv, "--check-minutes", 1)[0] == 2
     clean = said("check", f"{file}:Mine", "--threads", 1)
     assert clean[0] == 0 and " was left out" not in clean[1] and re.search(r"(\d+) of \1 samples were read, 0 of them left out", clean[1]), clean
+
+
+@pytest.mark.parametrize("kind, stored", [("made.numpy() > 0", "uint8"), ("np.where(made.numpy() > 0, 300, 0)", "int16"), ("made.numpy()", "float32")])
+def test_labels_are_written_as_integers(home, kind, stored):
+    "Planted: predictions of bool and int64, which float32 was the type of; clean: float."
+    import nibabel as nib
+    from medlab.data.volume import read_volume
+    root, file = home
+    Path(file).write_text(Path(file).read_text().replace("return Volume(made.numpy(),", f"return Volume({kind},"))
+    trained(file, root / "run")
+    status, out, err = said("predict", root / "run", volume(root / "one.nii.gz"), root / "made.nii.gz", "--recipe", f"{file}:Mine")
+    image = nib.load(root / "made.nii.gz")
+    assert status == 0 and image.get_data_dtype() == stored, (err, image.get_data_dtype())
+    values = {*read_volume(root / "made.nii.gz").data.flat}
+    assert len(values) > 2 if stored == "float32" else values == {0, dict(uint8=1, int16=300)[stored]}

@@ -1,6 +1,8 @@
 """A prediction in tiles: what it is fixed to, what is said of it, and what is left where it is stopped."""
 import contextlib
 import io
+import os
+import shutil
 import signal
 
 import nibabel as nib
@@ -119,3 +121,46 @@ def test_scores_are_made_with_the_options_of_prediction(tmp_path, capsys):
     assert {*score_options(recipes.FastDDPM)} == {*recipes.FastDDPM.predict_options} and {*score_options(recipes.Restoration)} == {*recipes.Restoration.predict_options}
     for kw in ({}, dict(tile=8)): evaluate_run(run, cls=type("Segmentation", (Own,), {}), **kw)
     assert {*seen} == {16, 8}
+
+
+@pytest.mark.parametrize("output,words", [("{there}/file", "file: not a directory"), ("{there}/file/x.nii.gz", "file: not a directory"),
+    ("/proc/self/out", "cannot be written (/proc/self: "), ("{there}/labels.nii.gz", "is a folder, and its name is that of a file"),
+    ("{there}/x.png", "cannot write '.png'; name a folder, or a file that ends in .nii"), ("{there}/scan.nii.gz", "is the input itself and would be overwritten"),
+    ("{there}/closed/x", "permission denied")])
+def test_what_cannot_be_written_is_refused_before_it_is_predicted(root, tmp_path, monkeypatch, output, words):
+    "Planted: outputs that fail after minutes of work. Clean: new folders and files, of which nothing is made but the prediction."
+    if "closed" in output and not os.geteuid(): pytest.skip("to root nothing is forbidden")
+    (tmp_path / "file").touch()
+    (tmp_path / "labels.nii.gz").mkdir()
+    (tmp_path / "closed").mkdir(mode=0o500)
+    shutil.copy(root / "in/a.nii.gz", tmp_path / "scan.nii.gz")
+    before, calls, predict = files(tmp_path), [], recipes.Segmentation.predict
+    monkeypatch.setattr(recipes.Segmentation, "predict", lambda *a, **kw: calls.append(1) or predict(*a, **kw))
+    status, out, err = said("predict", root / "run", tmp_path / "scan.nii.gz", output.replace("{there}", str(tmp_path)), "--threads", 1)
+    assert status == 2 and words in err and err.count("\n") == 1 and "Traceback" not in err and not calls and files(tmp_path) == before, (out, err)
+    status, out, err = said("predict", root / "run", tmp_path / "scan.nii.gz", tmp_path / "new/deep.nii.gz", "--threads", 1)
+    assert status == 0 and len(calls) == 1 and {*files(tmp_path)} - {*before} == {"new", "deep.nii.gz"}, err
+
+
+@pytest.mark.parametrize("table,words", [("{there}/nowhere/x.csv", "nowhere does not exist; make it first"), ("{there}", "is a folder; name a file in it"), ("/proc/self/x.csv", "x.csv cannot be written (/proc/")])
+def test_a_table_that_cannot_be_written_is_refused_before_it_is_scored(root, tmp_path, monkeypatch, table, words):
+    monkeypatch.setattr("medlab.cli.evaluate.evaluate_run", lambda *a, **kw: pytest.fail("it was scored"))
+    status, out, err = said("evaluate", root / "run", "--csv", table.replace("{there}", str(tmp_path)))
+    assert status == 2 and words in err and err.count("\n") == 1 and not files(tmp_path), err
+
+
+def test_a_table_goes_over_an_older_one(root, tmp_path):
+    (tmp_path / "x.csv").write_text("older")
+    status, out, err = said("evaluate", root / "run", "--csv", tmp_path / "x.csv", "--threads", 1)
+    assert status == 0 and (tmp_path / "x.csv").read_text().startswith("case,"), err
+
+
+def test_a_run_without_a_checkpoint_says_when_one_comes(tmp_path):
+    "Planted: a run that died before its first checkpoint."
+    recipe = recipes.Segmentation(image_size=(16, 16, 16), filters=(4, 8, 8), phantoms=4)
+    with Trainer(recipe, tmp_path / "run", threads=1, save_every=50) as t:
+        t.saver.save_end = lambda state: None
+        t.fit(1, progress=False)
+    status, out, err = said("predict", tmp_path / "run", tmp_path, tmp_path / "out")
+    assert status == 2 and "has no checkpoint to predict from: it is done at step 1, and is saved every save_every=50 steps, after save_minutes=10.0" in err, err
+    assert f"medlab train --resume {tmp_path}/run --set save_minutes=1" in err and err.count("\n") == 1

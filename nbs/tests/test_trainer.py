@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from medlab import recipes
+from medlab import faults, recipes
 from medlab.core import UserError, generator
 from medlab.knobs.knobs import Knobs
 from medlab.knobs.traits import Real
@@ -451,6 +451,58 @@ def test_one_checkpoint_for_a_step(make):
     assert t.save() and [c["step"] for c in t.run.checkpoints()].count(at) == 2, "who asks gets one"
 
 
+def timed(t, pace):
+    "Let every step of a trainer take `pace` seconds by the clock of its saver."
+    t.saver.clock = lambda: pace * t.iteration
+    return t
+
+
+def saved(t): return [int(e.text.split()[1]) for e in t.run.events("checkpoint")]
+
+
+def test_a_long_step_is_saved_by_time(make):
+    "Planted: steps of four minutes, 200 of which would be saved. Clean: the same steps within a second each, and with time off. All end in the same bits."
+    slow, quick, off = (timed(make(name=n, keep=9, **kw), pace).fit(10, progress=False)
+        for n, pace, kw in (("slow", 240.0, {}), ("quick", 1.0, {}), ("off", 240.0, dict(save_minutes=0))))
+    assert saved(slow) == [3, 6, 9, 10] and saved(quick) == saved(off) == [10]
+    for t in (quick, off): assert all(torch.equal(a, b) for a, b in zip(slow.model.parameters(), t.model.parameters(), strict=True))
+    slow.saver.save_end = lambda state: None  # as if it had been killed
+    slow.fit(4, progress=False); slow.close()
+    t = make(name="slow", resume=True)
+    assert t.iteration == 13 and t.knobs.save_minutes == 10.0
+
+
+def test_no_checkpoint_means_none_by_time_either(make):
+    "Planted: save_every=0, and steps of an hour. With a save_minutes beside it the time alone counts; a change while it trains is what it says."
+    assert saved(timed(make(name="none", save_every=0), 3600.0).fit(4, progress=False)) == [4]
+    t = timed(make(name="time", save_every=0, save_minutes=90, keep=9), 3600.0).fit(5, progress=False)
+    assert saved(t) == [2, 4, 5] and t.knobs.save_minutes == 90
+    t = timed(make(name="changed", save_every=2, save_minutes=0, keep=9), 3600.0)
+    assert t.set(save_every=0, at=4) and t.set(save_minutes=60, at=6)
+    assert saved(t.fit(8, progress=False)) == [2, 6, 7, 8]
+    with pytest.raises(UserError, match="save_minutes=-1"): make(name="odd", save_minutes=-1)
+
+
+def test_a_full_disk_is_not_tried_at_each_step(make):
+    "Planted: nothing can be written for a while; ten minutes later it is tried again."
+    t = timed(make(save_every=0, save_minutes=10, keep=9), 240.0)
+    with faults.plant(t, faults.disk_full("checkpoint", at=2, times=1)): t.fit(8, progress=False)
+    assert len(t.run.events("checkpoint_failed")) == 1 and saved(t) == [6, 8]
+
+
+def test_an_older_run_has_no_save_minutes(make):
+    "Planted: a run and its checkpoint without the knob, one of which had save_every=0."
+    for name, every, minutes in (("some", 3, 10.0), ("none", 0, 0.0)):
+        t = make(name=name, save_every=every)
+        values = t.knobs.values
+        t.state.parts["knobs"].state_dict = lambda: {k: v for k, v in values().items() if k != "save_minutes"}
+        t.fit(2, progress=False); t.close()
+        t = make(name=name, resume=True)
+        assert (t.iteration, t.knobs.save_every, t.knobs.save_minutes) == (2, every, minutes)
+        assert f"save_minutes={minutes}" in " ".join(e.text for e in t.run.events("config"))
+        t.fit(1, progress=False); t.close()
+
+
 def test_ctrl_c_ends_a_script_with_two_trainings(tmp_path):
     "Planted: one Ctrl-C in the first of two. Neither the second one, nor anything behind the first, runs; the state is saved."
     body = """
@@ -586,7 +638,7 @@ def test_steps_that_come_again_are_said(make):
     t.saver.save_end = lambda state: None  # as if it had been killed
     t.fit(3, progress=False); t.close()
     t = make(resume=True)
-    assert told(t) == ("warning", "going on after step 0 (no checkpoint was written); 3 steps that were made after it come again, and a smaller save_every loses fewer")
+    assert told(t) == ("warning", "going on after step 0 (no checkpoint was written); 3 steps that were made after it come again: of the knobs save_every=0 (steps) and save_minutes=0, smaller ones above 0 lose fewer")
     t.fit(2, progress=False); t.close()
     t = make(resume=True)
     assert told(t) == ("info", "going on after step 2"), "nothing was lost"

@@ -39,6 +39,19 @@ def test_kill_at_the_worst_moment(tmp_path, whole, where, at, expected):
     assert losses(path) == whole[1]
 
 
+@pytest.mark.parametrize("minutes,expected", [(1e-9, 10), (0, 0)])
+def test_a_kill_before_the_first_save_every(tmp_path, whole, minutes, expected):
+    "Planted: killed in step 11 of the first 200. Saved by time, here after every step, it goes on from step 10; without, it begins anew."
+    path = tmp_path / "run"
+    status, said = child(path, "faults.kill('step', at=11)", STEPS, save_minutes=minutes)
+    assert status == -9, said[-2000:]
+    with trainer(path, resume=True) as t:
+        assert t.iteration == expected and t.knobs.save_every == 200
+        t.fit(until=STEPS, progress=False)
+        assert equal(weights(t), whole[0])
+    assert losses(path) == whole[1]
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     "A file system of 3 MB."

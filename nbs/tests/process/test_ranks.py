@@ -43,6 +43,7 @@ PLANS = {
     "memory in optimizer": {0: lambda: [faults.out_of_memory("optimizer", at=7)]},
     "no gradient": {1: lambda: [faults.no_gradient(at=5)]},
     "for good": {0: lambda: [faults.gradient("0.weight", at=8, times=8), faults.disk_full("checkpoint", at=6)]},
+    "by time": {},
     "an error": {1: lambda: [faults.reader(KeyboardInterrupt(), index=15)]},
 }
 
@@ -51,8 +52,10 @@ def rank(number, folder):
     "One of the two: what every plan came to, a line of JSON each."
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
     for i, name in enumerate(PLANS):
-        knobs = dict(save_every=3, precision="fp16" if name == "half precision" else "fp32", clip_by_loss=True, **(dict(escalate_after=3) if name == "for good" else {}))
+        more = {"for good": dict(escalate_after=3), "by time": dict(save_every=0, save_minutes=2 - number, keep=9)}.get(name, {})
+        knobs = dict(save_every=3, precision="fp16" if name == "half precision" else "fp32", clip_by_loss=True) | more
         with trainer(f"{folder}/{i}.{number}", Half(half=number), **knobs) as t, faults.plant(t, *PLANS[name].get(number, list)()):
+            if name == "by time": t.saver.clock = lambda: (0.0, 20.0)[number] * t.iteration
             try: t.fit(STEPS, progress=False)
             except (RunFailed, KeyboardInterrupt) as e: print(name, type(e).__name__, e, file=sys.stderr)
             flat = torch.cat([p.detach().flatten() for p in t.model.parameters()])
@@ -88,6 +91,7 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     if name in ("memory in forward", "memory in backward"): assert a["micro"] == 2 and not events(runs[0], "restore") + events(runs[1], "restore")
     if name == "memory in optimizer": assert [len(events(r, "restore")) for r in runs] == [1, 1] and a["micro"] is None
     if name == "for good": assert all("went back from step 10 to 3" in " ".join(events(r, "recovery_action")) for r in runs), "the newest that both keep: one of them could not write that of step 6"
+    if name == "by time": assert [[c["step"] for c in Run(r).checkpoints()] for r in runs] == [[3, 6, 9, 12]] * 2, "rank 1 alone is late, rank 0 has a clock that stands still"
     if name in ("no_step_taken", "one sample"):
         with trainer(tmp_path / "one", Half(), clip_by_loss=True) as t, faults.plant(t, *PLANS[name].get(0, list)()):
             t.fit(STEPS, progress=False)
