@@ -63,7 +63,7 @@ def test_pairs_in_folders_with_depth(tmp_path):
     status, out, err = said("train", "restoration", *TINY, "--network", "depth", "--data-root", tmp_path / "d", "--run", tmp_path / "run", "--steps", 2)
     assert status == 0 and "train 2, val 1, test 0" in out and "no sample dropped" in out, (out, err)
     assert said("predict", tmp_path / "run", tmp_path / "d/val", tmp_path / "made")[0] == 0 and [f.name for f in (tmp_path / "made").iterdir()] == ["3-restored.png"]
-    assert said("check", tmp_path / "d", "--recipe", "restoration", "--network", "depth")[0] == 0
+    assert said("check", tmp_path / "d", "--recipe", "restoration", *TINY, "--network", "depth")[0] == 0
 
 
 def test_volumes_keep_their_grid(tmp_path):
