@@ -19,7 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from ..core import RunFailed, UserError, line_of, places_of
+from ..core import RunFailed, UserError, line_of, own_line, places_of
 
 # %% ../../nbs/batches/01_loading.ipynb #44d92b54
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class Fault:
 
 
 def _fault(error, index):
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return Fault(str(getattr(error, "case", f"sample {index}")), f"{type(error).__name__}: {error}", index,
+    last, own = traceback.extract_tb(error.__traceback__)[-1], "" if isinstance(error, UserError) else own_line(error)
+    reason = f"{type(error).__name__}: {error}" + f" ({own})" * bool(own)
+    return Fault(str(getattr(error, "case", f"sample {index}")), reason, index,
         where=f"{last.filename}:{last.lineno}", trace="".join(traceback.format_exception(error)),
         error=error if get_worker_info() is None and isinstance(error, Exception) else None)
 
@@ -129,6 +130,18 @@ def read_sample(
     with seeded_with(seed): return _named(dataset[index], dataset, index)
 
 # %% ../../nbs/batches/01_loading.ipynb #89ba3904
+def _indexed(dataset): return all(hasattr(type(dataset), a) for a in ("__len__", "__getitem__"))
+
+
+def _no_dataset(thing, recipe):
+    "What is said of what cannot be asked for a sample by its index."
+    line = line_of(type(recipe).dataset) if recipe else ""
+    where = f"{type(recipe).__name__}.dataset(){f' ({line})' if line else ''}" if recipe else "dataset()"
+    remedy = "give its dataset, for medlab makes the batches" if hasattr(thing, "dataset") else (
+        "give a list, or a torch Dataset")
+    return f"{where} returned a {type(thing).__name__}, which has no length and index; {remedy}"
+
+
 def _no_sample(dataset, recipe):
     "What is said of a dataset without samples."
     made = f"{type(recipe).__name__}.dataset()" if recipe else "dataset()"
@@ -145,6 +158,7 @@ class Guarded(Dataset):
         dataset,  # see `read_sample`
         recipe=None,  # whose dataset it is, for the message
     ):
+        if not _indexed(dataset): raise UserError(_no_dataset(dataset, recipe))
         if not len(dataset): raise UserError(_no_sample(dataset, recipe))
         self.dataset = dataset
 

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from tqdm import tqdm
 
 from ..batches.loading import Fault, First, OneSize, not_finite, unlike_in_words
-from ..core import UserError
+from ..core import UserError, with_own_line
 from ..run.writer import check_place, stored_meta
 from ..train.state import torch_device
 from ..train.trainer import Trainer, checked_threads
@@ -177,6 +177,9 @@ def rehearse(
             describe(trainer)
             read = lambda: report is None and not_ours(recipe) and read_samples(trainer, minutes, say)
             try: lines, seconds = try_batch(trainer, _first_batch(trainer, read))
+            except Exception as e:
+                with_own_line(e)
+                raise
             finally: trainer.batches.end()
             for line in lines: say(line)
             read()

@@ -308,6 +308,15 @@ def _predict_all(recipe, model, step, cases, output, options):
     return failed
 
 # %% ../../nbs/cli/07_main.ipynb #7608d8a9
+def _refuse_same(source, output):
+    "Raise `UserError` where predictions would overwrite what they are made from, or lie among it."
+    source, output = Path(source), Path(output)
+    if not (source.exists() and output.exists() and output.samefile(source)): return
+    if output.is_dir(): raise UserError(f"{output} is the folder of the scans themselves, where predictions would be "
+        "taken for cases the next time; name another folder")
+    raise UserError(f"{output} is the input itself and would be overwritten; choose another output")
+
+
 def predict(
     argv,  # RUN INPUT OUTPUT and options
 ) -> int:  # exit status: 2 where a case could not be predicted
@@ -316,6 +325,7 @@ def predict(
     a, own = _parse(_predict_parser(), argv, own)
     own = _checked(own)
     from medlab.train.state import load_model
+    _refuse_same(a.input, a.output)
     recipe, model, step = load_model(a.run, a.device, a.best, cls)
     cases = recipe.cases_at(a.input)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:

@@ -10,7 +10,9 @@ import csv
 import dataclasses
 import html
 import inspect
+import io
 import math
+import os
 import re
 import traceback
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from ..contracts.system import System
 from ..core import UnknownName, UserError, line_of, nearest, place_of, places_of, why_unwritable
 from ..core import with_own_line
 from ..data.split import Split, patient_of, split_cases
+from ..data.volume import Volume, _write_whole, write_volume
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
 from ..memory.oom import is_oom
@@ -138,18 +141,31 @@ def _repr_html_(self:Table):
 def to_csv(self:Table,
     path,  # file to write; one that exists is replaced
 ):
-    "Write the rows, every digit and without the means, as comma-separated values; with why cases are left out."
+    """Write the rows, every digit and without the means, as comma-separated values; with why cases are left out. The
+    file appears whole or not at all; raises `UserError` where it cannot be written."""
     keys = _columns(self.rows) + ["left_out"] * bool(self.left_out)
     out = [{"case": r["case"], "split": r["split"], "left_out": r["why"]} for r in self.left_out]
-    with open(path, "w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, keys)
-        writer.writeheader()
-        writer.writerows(self.rows + out)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, keys)
+    writer.writeheader()
+    writer.writerows(self.rows + out)
+    _write_whole(Path(path), text.getvalue().encode("utf-8"))
 
 # %% ../../nbs/recipes/00_base.ipynb #a6f83b20
+def _inputs(case):
+    "The files that a case is read from, as far as it tells: a path itself, or what it holds of them."
+    held = (case, *getattr(case, "__dict__", {}).values(), *getattr(case, "files", {}).values())
+    return [f for f in held if isinstance(f, (str, os.PathLike)) and os.path.exists(f)]
+
+
+def _stem(name, endings):
+    "The name of a case that may be that of its file."
+    return next((name[:-len(e)] for e in sorted(endings, key=len)[::-1] if name.lower().endswith(e)), name)
+
+
 def output_file(
     output,  # a file with one of the endings, or a folder
-    case,  # what is predicted; its `files`, if it has any, are never overwritten
+    case,  # what is predicted; the files that it is or names are never overwritten
     name:str,  # of the file within a folder
     endings,  # of files that can be written, such as (".nii", ".nii.gz")
 ) -> Path:
@@ -160,9 +176,8 @@ def output_file(
         raise UserError(f"{output}: cannot write {output.suffix!r}; name a folder, or a file that ends in "
             f"{', '.join(endings)}")
     file = output if is_file else output / name
-    for f in getattr(case, "files", {}).values():
-        if file.exists() and file.samefile(f):
-            raise UserError(f"{file} is the input itself and would be overwritten; choose another output")
+    if file.exists() and any(map(file.samefile, _inputs(case))):
+        raise UserError(f"{file} is the input itself and would be overwritten; choose another output")
     return file
 
 # %% ../../nbs/recipes/00_base.ipynb #b1c3a8f4
@@ -220,9 +235,12 @@ def find(self:Use,
     path,  # file or folder
 ) -> list:  # cases that `predict` takes, each with a `name`; at least one
     "The cases at a path that are to be predicted; raises `UserError` where there is none."
+    told = f"{type(self).__name__} has no prediction from files: define find(self, path), which gives a list of what "
     near = "".join(f", as {n!r} is" for n in nearest(str(path), self.cases, 1))
-    raise UserError(f"{type(self).__name__} has no prediction from files: define find(self, path), which gives a list "
-        f"of what predict() takes, each with a name; and {str(path)!r} is no name of a case of the run{near}")
+    known = self.cases or not self.split or not self.split.part(str(path))
+    own = (f"and {str(path)!r} is no name of a case of the run{near}" if known else
+        f"{str(path)!r} is a case of the run, and is found by its name once setup() keeps self.cases, name → case")
+    raise UserError(f"{told}predict() takes, each with a name; {own}")
 
 
 @patch
@@ -265,9 +283,14 @@ def write(self:Use,
     case,  # its case, with a `name`
     output,  # a file with one of `endings`, or a folder
 ) -> Path:  # the file written
-    "Write a prediction to a file, or into a folder as CASE-NAME.nii.gz; raises what `output_file` raises."
-    from medlab.data.volume import write_volume
-    return write_volume(result, output_file(output, case, f"{case.name}-{result.name}.nii.gz", self.endings))
+    """Write a prediction to a file, or into a folder as CASE-NAME.nii.gz. Raises what `output_file` raises, and
+    `UserError` for what is no volume."""
+    if not isinstance(result, Volume):
+        raise UserError(f"{type(self).__name__}.predict() gave a {type(result).__name__}, and a file needs its place "
+            "in the patient: return replace(read_volume(file), data=values (z, y, x), name=\"labels\"), or define "
+            "write()")
+    name = f"{_stem(case.name, self.endings)}-{result.name}.nii.gz"
+    return write_volume(result, output_file(output, case, name, self.endings))
 
 # %% ../../nbs/recipes/00_base.ipynb #b05f8dd9
 @patch
@@ -589,7 +612,11 @@ def read(self:Recipe,
 @patch
 def build_system(self:Recipe) -> System:
     "The trained network with the frozen and averaged ones around it; torch's global generator is seeded before."
-    return System(self.build_model())
+    model = self.build_model()
+    if isinstance(model, torch.nn.Module): return System(model)
+    line = line_of(type(self).build_model)
+    raise UserError(f"{type(self).__name__}.build_model(){f' ({line})' if line else ''} returned "
+        f"{'None' if model is None else f'a {type(model).__name__}'}; it must return a torch.nn.Module")
 
 
 @patch

@@ -406,3 +406,61 @@ def test_labels_are_written_as_integers(home, kind, stored):
     assert status == 0 and image.get_data_dtype() == stored, (err, image.get_data_dtype())
     values = {*read_volume(root / "made.nii.gz").data.flat}
     assert len(values) > 2 if stored == "float32" else values == {0, dict(uint8=1, int16=300)[stored]}
+
+
+@pytest.mark.parametrize("case", ["return [Case]", "return [Path(path)]"])
+def test_predictions_never_overwrite_what_they_are_made_from(home, case):
+    "Planted: the output is the scan itself, or the folder of the scans; clean: another file, and the folder of a file."
+    root, file = home
+    code = Path(file).read_text().replace("import numpy as np", "from pathlib import Path\nimport numpy as np", 1).replace("return [Case]", case)
+    Path(file).write_text(code.replace("read_volume(case.file)", "read_volume(getattr(case, 'file', case))"))
+    trained(file, root / "run")
+    (root / "scans").mkdir()
+    scan = volume(root / "scans/one.nii.gz")
+    before, argv = scan.read_bytes(), ("predict", root / "run", scan)
+    status, _, err = said(*argv, scan)
+    assert status == 2 and "is the input itself and would be overwritten; choose another output" in err and err.count("\n") == 1, err
+    assert said("predict", root / "run", root / "scans", root / "scans/../scans")[0] == 2 and scan.read_bytes() == before
+    assert said(*argv, root / "made.nii.gz")[0] == said(*argv, root / "scans")[0] == 0 and scan.read_bytes() == before
+    assert {p.name for p in (root / "scans").iterdir()} == {"one.nii.gz", "one-smooth.nii.gz"}, "an ending is no part of a case's name"
+
+
+def test_what_predict_build_model_and_dataset_give_is_named(home):
+    "Planted: a tensor for a volume, no network, a generator and a loader for a dataset; a name of the split without cases."
+    root, file = home
+    code = Path(file).read_text()
+    Path(file).write_text(code.replace("return Volume(made.numpy(), volume.affine, \"smooth\", volume.grid)", "return made"))
+    trained(file, root / "run")
+    status, _, err = said("predict", root / "run", volume(root / "one.nii.gz"), root / "made.nii.gz")
+    assert status == 2 and "Mine.predict() gave a Tensor" in err and "return replace(read_volume(file)" in err and "Traceback" not in err, err
+    for old, new, words in (("return Block(WIDTH, self.hidden)", "Block(WIDTH, self.hidden)", "Mine.build_model() (*, line *) returned None; it must return a torch.nn.Module"),
+            ("for n in self.split.train]", "for n in self.split.train].__iter__()", "Mine.dataset() (*, line *) returned a list_iterator, which has no length and index; give a list"),
+            ("return [dict(case=n, x=self.sample(n)) for n in self.split.train]", "return torch.utils.data.DataLoader([1, 2])", "returned a DataLoader, which has no length and index; give its dataset")):
+        bad = Path(file.replace("own_", f"bad{len(new)}_"))
+        bad.write_text(code.replace(old, new))
+        status, out, err = said("train", f"{bad}:Mine", "--run", root / "never", "--threads", 1)
+        assert status == 2 and re.search(re.escape(words).replace(r"\*", "[^)]*?"), err) and "Traceback" not in err, (out, err)
+    recipe = type("Unnamed", (Recipe,), {})()
+    recipe.divide([f"p{i}" for i in range(10)])
+    with pytest.raises(UserError, match="'p3' is a case of the run, and is found by its name once setup"): recipe.find("p3")
+    with pytest.raises(UserError, match="'p33' is no name of a case of the run"): recipe.find("p33")
+
+
+def test_a_broken_file_is_said_with_the_users_line(home):
+    root, file = home
+    code = Path(file).read_text().replace("def dataset(self): return [dict(case=n, x=self.sample(n)) for n in self.split.train]", "def dataset(self): return Data(self)")
+    code = code.replace("\n@dataclass\nclass Mine", """
+class Data(torch.utils.data.Dataset):
+    def __init__(self, recipe): self.recipe, self.names = recipe, recipe.split.train
+    def __len__(self): return len(self.names)
+    def __getitem__(self, i):
+        if i == 2: raise EOFError("ended early")
+        return dict(case=self.names[i], x=self.recipe.sample(self.names[i]))
+
+
+@dataclass
+class Mine""")
+    Path(file).write_text(code)
+    status, out, err = said("train", f"{file}:Mine", "--run", root / "run", "--steps", 4, "--threads", 1, "--precision", "fp32")
+    line = 1 + [l.strip() for l in code.splitlines()].index('if i == 2: raise EOFError("ended early")')
+    assert status == 0 and f"sample 2 was left out: EOFError: ended early ({Path(file).name}, line {line}, in __getitem__: if i == 2: raise EOFError" in err, err
