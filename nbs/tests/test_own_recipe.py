@@ -417,10 +417,10 @@ def test_predictions_never_overwrite_what_they_are_made_from(home, case):
     trained(file, root / "run")
     (root / "scans").mkdir()
     scan = volume(root / "scans/one.nii.gz")
-    before, argv = scan.read_bytes(), ("predict", root / "run", scan)
+    before, argv = scan.read_bytes(), ("predict", "--threads", 1, root / "run", scan)
     status, _, err = said(*argv, scan)
     assert status == 2 and "is the input itself and would be overwritten; choose another output" in err and err.count("\n") == 1, err
-    assert said("predict", root / "run", root / "scans", root / "scans/../scans")[0] == 2 and scan.read_bytes() == before
+    assert said("predict", root / "run", root / "scans", root / "scans/../scans", "--threads", 1)[0] == 2 and scan.read_bytes() == before
     assert said(*argv, root / "made.nii.gz")[0] == said(*argv, root / "scans")[0] == 0 and scan.read_bytes() == before
     assert {p.name for p in (root / "scans").iterdir()} == {"one.nii.gz", "one-smooth.nii.gz"}, "an ending is no part of a case's name"
 
@@ -431,7 +431,7 @@ def test_what_predict_build_model_and_dataset_give_is_named(home):
     code = Path(file).read_text()
     Path(file).write_text(code.replace("return Volume(made.numpy(), volume.affine, \"smooth\", volume.grid)", "return made"))
     trained(file, root / "run")
-    status, _, err = said("predict", root / "run", volume(root / "one.nii.gz"), root / "made.nii.gz")
+    status, _, err = said("predict", root / "run", volume(root / "one.nii.gz"), root / "made.nii.gz", "--threads", 1)
     assert status == 2 and "Mine.predict() gave a Tensor" in err and "return replace(read_volume(file)" in err and "Traceback" not in err, err
     for old, new, words in (("return Block(WIDTH, self.hidden)", "Block(WIDTH, self.hidden)", "Mine.build_model() (*, line *) returned None; it must return a torch.nn.Module"),
             ("for n in self.split.train]", "for n in self.split.train].__iter__()", "Mine.dataset() (*, line *) returned a list_iterator, which has no length and index; give a list"),
