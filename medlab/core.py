@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MANY', 'UserError', 'UnknownName', 'RunFailed', 'nearest', 'own_line', 'place_of', 'add_note', 'with_own_line',
-           'CaseFault', 'derive_seed', 'generator', 'optional', 'why_unwritable', 'line_of', 'places_of', 'strict',
-           'explained']
+           'CaseFault', 'derive_seed', 'generator', 'optional', 'why_unwritable', 'line_of', 'at_line', 'places_of',
+           'strict', 'explained']
 
 # %% ../nbs/00_core.ipynb #c34a6728
 import ast
@@ -198,6 +198,14 @@ def line_of(
     try: file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
     except (TypeError, OSError): return ""
     return "" if not file or _of_library(file) or file.startswith(_STANDARD) else f"{_where(file)}, line {line}"
+
+
+def at_line(
+    function,  # as for `line_of`
+) -> str:  # such as " (mine.py, line 12)", to be put behind its name; "" where there is no line
+    "Where a function of the user's own begins, in brackets."
+    line = line_of(function)
+    return f" ({line})" if line else ""
 
 # %% ../nbs/00_core.ipynb #43c6fdd0
 _PLACE = re.compile("root|path|dir|folder|file|data", re.IGNORECASE)  # in the name of what names a place

@@ -19,7 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from ..core import RunFailed, UserError, line_of, own_line, places_of
+from ..core import RunFailed, UserError, at_line, own_line, places_of
 
 # %% ../../nbs/batches/01_loading.ipynb #44d92b54
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ def maker_of(
     dataset,  # see `read_sample`
 ) -> str:  # such as " (mine.py, line 12)"; "" for a list, and for a class of a library
     "Where the class of a dataset says what a sample is."
-    line = line_of(getattr(type(dataset), "__getitem__", None))
-    return f" ({line})" if line else ""
+    return at_line(getattr(type(dataset), "__getitem__", None))
 
 
 def _array(x): return isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biufc"
@@ -135,8 +134,7 @@ def _indexed(dataset): return all(hasattr(type(dataset), a) for a in ("__len__",
 
 def _no_dataset(thing, recipe):
     "What is said of what cannot be asked for a sample by its index."
-    line = line_of(type(recipe).dataset) if recipe else ""
-    where = f"{type(recipe).__name__}.dataset(){f' ({line})' if line else ''}" if recipe else "dataset()"
+    where = f"{type(recipe).__name__}.dataset(){at_line(type(recipe).dataset)}" if recipe else "dataset()"
     remedy = "give its dataset, for medlab makes the batches" if hasattr(thing, "dataset") else (
         "give a list, or a torch Dataset")
     return f"{where} returned a {type(thing).__name__}, which has no length and index; {remedy}"

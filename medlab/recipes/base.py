@@ -24,7 +24,7 @@ from fastcore.basics import patch
 
 from ..contracts.batch import Batch
 from ..contracts.system import System
-from ..core import UnknownName, UserError, line_of, nearest, place_of, places_of, why_unwritable
+from ..core import UnknownName, UserError, at_line, nearest, place_of, places_of, why_unwritable
 from ..core import with_own_line
 from ..data.split import Split, patient_of, split_cases
 from ..data.volume import Volume, _write_whole, write_volume
@@ -368,7 +368,7 @@ def row(self:Use,
     scores,  # of `score`
 ) -> dict:  # "case", "split", and the scores
     "A row of the table. Raises `UserError` unless `score` gave numbers by name; text and None may stand beside them."
-    who = f"{type(self).__name__}.score()" + (f" ({line})" if (line := line_of(type(self).score)) else "")
+    who = f"{type(self).__name__}.score(){at_line(type(self).score)}"
     rule = "must give a dict of numbers by name, such as dict(dice=0.9)"
     if not isinstance(scores, dict): raise UserError(f"{who} gave {scores!r:.60} for {case}, and {rule}")
     scores = {k: _plain(v) for k, v in scores.items()}
@@ -425,7 +425,7 @@ def refuse_lost_fields(
     for c in (c for c in cls.__mro__ if issubclass(c, Recipe)):
         annotated = {k: v if isinstance(v, str) else repr(v) for k, v in inspect.get_annotations(c).items()}
         fields = [k for k, v in annotated.items() if not _NO_FIELD.match(v)]
-        who = c.__name__ + (f" ({line})" if (line := line_of(c)) else "")
+        who = c.__name__ + at_line(c)
         remedy = f"@dataclass above class {c.__name__}"
         if fields and "__dataclass_fields__" not in vars(c):
             raise UserError(f"{who} names {', '.join(fields)} and is no dataclass, so Python makes no field of it, and "
@@ -563,7 +563,7 @@ def divide(self:Recipe,
 @patch
 def _no_case(self:Recipe):
     name = type(self).__name__
-    who = f"{name}.setup()" + (f" ({line})" if (line := line_of(type(self).setup)) else "")
+    who = f"{name}.setup(){at_line(type(self).setup)}"
     where = places_of(self) or f"no field of {name} names a place"
     return (f"{who} found no case to split, and at least one is needed; {where}. A folder that is not there, or that "
         "holds other names, gives no file to glob() and os.walk()")
@@ -614,8 +614,7 @@ def build_system(self:Recipe) -> System:
     "The trained network with the frozen and averaged ones around it; torch's global generator is seeded before."
     model = self.build_model()
     if isinstance(model, torch.nn.Module): return System(model)
-    line = line_of(type(self).build_model)
-    raise UserError(f"{type(self).__name__}.build_model(){f' ({line})' if line else ''} returned "
+    raise UserError(f"{type(self).__name__}.build_model(){at_line(type(self).build_model)} returned "
         f"{'None' if model is None else f'a {type(model).__name__}'}; it must return a torch.nn.Module")
 
 
