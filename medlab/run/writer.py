@@ -200,10 +200,11 @@ def open_segment(self:RunWriter,
     iteration:int,  # after which it begins
     info:dict,  # device, versions, process
 ):
-    "Begin a segment."
-    self.store.segment = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", iteration,
-        time.time(),
-        json.dumps(info)).result()
+    "Begin a segment; raises `UserError` where it cannot be written."
+    row = self.store.write("INSERT INTO segments(step, time, info) VALUES(?,?,?)", iteration, time.time(),
+        json.dumps(info))
+    try: self.store.segment = row.result()
+    except sqlite3.OperationalError as e: raise _unwritable(self.path, e) from e
 
 # %% ../../nbs/run/14_writer.ipynb #54ca0324
 @patch

@@ -12,6 +12,7 @@ from medlab.core import UserError, generator
 from medlab import faults
 from medlab.contracts.listener import QuarantineCase
 from medlab.contracts.result import Notice
+from medlab.cli.main import save_late
 from medlab.run.checkpoint import NotSaved
 from medlab.core import RunFailed
 from medlab.recipes.base import Recipe, Table
@@ -522,6 +523,11 @@ def test_the_end_of_a_run_that_cannot_be_saved_is_an_error_and_can_be_saved_late
     with faults.plant(t, faults.disk_full("checkpoint", at=1)), pytest.raises(NotSaved, match="No space left"): t.save()  # nothing trains: the user is told at once
     t.save()
     assert t.run.state == "done" and t.saver.checkpoints.newest()[0]["progress"]["iteration"] == 6
+    late = make("late", save_every=4)
+    with faults.plant(late, faults.disk_full("checkpoint", at=6, times=5)):  # three times in fit, twice after it
+        with pytest.raises(NotSaved) as told: late.fit(6, progress=False)
+        save_late(late, told.value, pause=0.01)
+    assert late.run.state == "done" and late.saver.checkpoints.newest()[0]["progress"]["iteration"] == 6
     u = make("passing", save_every=0)
     with faults.plant(u, faults.disk_full("checkpoint", at=6, times=2)): u.fit(6, progress=False)  # the third attempt at the end
     assert u.run.state == "done" and len(u.run.events("checkpoint_failed")) == 2
