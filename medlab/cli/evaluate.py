@@ -15,7 +15,7 @@ from ..data.split import Split
 from ..memory.inference import infer
 from ..memory.usage import Memory
 from ..run.directory import Run
-from ..train.state import load_model
+from ..train.state import load_model, moved_places
 
 # %% ../../nbs/cli/04_evaluate.ipynb #0414898c
 def with_other_data(
@@ -69,12 +69,15 @@ def evaluate_run(
 ) -> tuple:  # (`Table`, step of the weights)
     "Score cases with what a run has learned. Raises `UserError` where it has no checkpoint, or no case can be scored."
     if cases is not None and cases < 1: raise UserError(f"cases={cases} must be at least 1")
-    info, faults = Run(run).meta["data"], {}
+    meta, faults = Run(run).meta, {}
+    info = meta["data"]
     recipe, model, step = load_model(run, device, best, cls)
     if data:
         recipe, names = with_other_data(recipe, data, info)
         cases = names[:cases]
-    else: faults = _as_trained(recipe, info)
+    else:
+        for t in moved_places(recipe.config(), meta.get("folder", ""), run): print(f"medlab: {t}", file=sys.stderr)
+        faults = _as_trained(recipe, info)
     say = lambda kind, text, *rest, **more: print(f"medlab: {text}", file=sys.stderr)
     line, memory = lambda text: print(text, file=sys.stderr, flush=True), Memory(next(model.parameters()).device)
     table, why = infer(lambda **kw: recipe.evaluate(model, cases, **kw), recipe, memory, say, options, say=line)

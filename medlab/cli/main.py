@@ -130,6 +130,8 @@ def _describe(trainer, target, path=None):
         print("cases: " + ", ".join(f"{k} {len(split[k])}" for k in ("train", "val", "test")) + note)
         if 0 < len(split["train"]) < FEW:
             print(f"warning: cases to train on: {len(split['train'])}; what is learned from so few is learned by heart")
+    n, batch = len(trainer.batches.dataset), trainer.recipe.batch_size
+    if batch > n: print(f"warning: batch_size {batch} is above the {n} samples there are: a batch holds some twice")
     for level, text in info.get("notes", ()):
         if level == "info": print(text)
 
@@ -157,17 +159,17 @@ def save_late(
 ):
     "Write the last checkpoint once there is room. Raises `NotSaved` after that time, and `KeyboardInterrupt`."
     from medlab.run.checkpoint import NotSaved
-    until, free = time.monotonic() + patience, lambda: shutil.disk_usage(trainer.path).free / 1e6
-    print(f"medlab: {error.strerror or error}\nmedlab: {free():,.0f} MB are free on the disk of {trainer.path}; tried again every "
-        f"{pause:g} s for {patience / 60:g} minutes. Ctrl-C gives up what is not saved", file=sys.stderr, flush=True)
+    until, free = time.monotonic() + patience, shutil.disk_usage(trainer.path).free / 1e6
+    say = lambda text: print(f"medlab: {text}", file=sys.stderr, flush=True)
+    say(error.strerror or error)
+    say(f"{free:,.0f} MB are free on the disk of {trainer.path}; tried again every {pause:g} s for {patience / 60:g} "
+        "minutes. Ctrl-C gives up what is not saved")
     while True:
         time.sleep(pause)
         try: file = trainer.save()
         except NotSaved:
             if time.monotonic() >= until: raise
-        else:
-            print(f"medlab: there is room again; step {trainer.iteration} was saved as {file.name}", file=sys.stderr)
-            return
+        else: return say(f"there is room again; step {trainer.iteration} was saved as {file.name}")
 
 # %% ../../nbs/cli/07_main.ipynb #83526090
 def _fit(trainer, target):
@@ -392,6 +394,13 @@ def _check_csv(file):
     if why: raise UserError(f"--csv {file} cannot be written ({why}); choose another file")
 
 
+def _whose(table):
+    "Which cases of its own a run was scored on."
+    parts = {r["split"] for r in table.rows}
+    if "train" not in parts: return "the run, held out"
+    return "the run, trained on" if parts == {"train"} else "the run, some of them trained on"
+
+
 def evaluate(
     argv,  # RUN, DATA or nothing, and options
 ) -> int:  # exit status: 2 where a case could not be scored
@@ -406,7 +415,7 @@ def evaluate(
     with cpu_threads(a.threads): table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, cls, **given)
     n = len({r["case"] for r in table.rows})
     which = "the best that validation found" if a.best else "the newest"
-    print(f"{a.run}, weights of step {step} ({which}): {n} cases of {a.data or 'the run, held out'}")
+    print(f"{a.run}, weights of step {step} ({which}): {n} cases of {a.data or _whose(table)}")
     print(table)
     if a.csv: table.to_csv(a.csv)
     for r in table.left_out: print(f"medlab: case {r['case']!r} could not be scored: {r['why']}", file=sys.stderr)

@@ -18,7 +18,7 @@ from pathlib import Path
 import jsonargparse
 import yaml
 
-from ..core import UnknownName, UserError
+from ..core import UnknownName, UserError, nearest
 from ..knobs.traits import rule
 from ..run.older_names import current_name
 
@@ -231,6 +231,17 @@ def yaml_knob(cls, name, value):
     return cls.Knobs.check(**{name: value})[name]
 
 
+def _set(cls, text):
+    "A knob after --set. Raises `UserError`, which names the option where a field was meant."
+    name, fields = text.split("=", 1)[0], field_names(cls)
+    try: return cls.Knobs.parse(text)
+    except UnknownName as e:
+        near = [name] if name in fields else [] if nearest(name, cls.Knobs.class_traits()) else nearest(name, fields)
+        if not near: raise
+        raise UserError(f"--set {text}: {cls.__name__} has no knob {name!r}; its field {near[0]} is an option, "
+            f"--{near[0].replace('_', '-')}") from e
+
+# %% ../../nbs/cli/00_options.ipynb #f0e11723
 def merged_knobs(
     cls:type,  # the recipe
     file:dict,  # of `read_yaml`
@@ -241,7 +252,7 @@ def merged_knobs(
     knobs = {k: yaml_knob(cls, k, v) for k, v in file.items() if k in traits}
     for k in traits:
         if given.get(k) is not None: knobs |= cls.Knobs.parse(f"{k}={given[k]}")
-    for text in given.set: knobs |= cls.Knobs.parse(text)
+    for text in given.set: knobs |= _set(cls, text)
     return knobs
 
 # %% ../../nbs/cli/00_options.ipynb #6c0f58b1

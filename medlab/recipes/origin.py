@@ -243,8 +243,8 @@ def changed_source(
     now = source_of(cls, whole=bool(origin["file"]))
     if now.sha256 == origin["sha256"]: return ""
     where = now.file or f"the class {cls.__qualname__}"
-    return (f"{where} is not the source that {path} began with: SHA-256 {now.sha256[:12]}… now, "
-        f"{origin['sha256'][:12]}… then; {Path(path) / KEPT} is what it was")
+    return (f"{where} is used as it is now, and is not the source that {path} began with: SHA-256 "
+        f"{now.sha256[:12]}… now, {origin['sha256'][:12]}… then; {Path(path) / KEPT} is what it was")
 
 
 def warn_changed(cls, origin, path):

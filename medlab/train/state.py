@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'LEARNED', 'WEIGHTS', 'torch_device', 'build_system', 'build_optimizer', 'ModelState', 'OptimizerState',
-           'KnobState', 'RunState', 'upgraded', 'environment', 'recipe_of', 'chosen_weights', 'trained_model',
-           'load_model']
+           'KnobState', 'RunState', 'upgraded', 'environment', 'moved_places', 'recipe_of', 'chosen_weights',
+           'trained_model', 'load_model']
 
 # %% ../../nbs/train/03_state.ipynb #e7b4ce08
 import inspect
 import os
 import platform
 import socket
+from pathlib import Path
 
 import torch
 from fastcore.basics import patch
@@ -209,6 +210,23 @@ def environment(
         device=str(device),
         threads=threads, tf32=read_tf32(), cudnn_benchmark=read_cudnn_benchmark(),
         pid=os.getpid(), host=socket.gethostname())
+
+# %% ../../nbs/train/03_state.ipynb #eec05931
+def moved_places(
+    fields:dict,  # of a recipe
+    folder:str,  # that its run was started in; "": unknown
+    path,  # run directory
+) -> list:  # sentences
+    "Which relative paths among the fields of a run's recipe name something else here than where the run was started."
+    out = []
+    for name, value in fields.items():
+        if not folder or not isinstance(value, str) or not value or os.path.isabs(value): continue
+        then, now = Path(folder) / value, Path(value)
+        if not then.exists() or (now.exists() and now.samefile(then)): continue
+        here = f"{now.absolute()}" + ("" if now.exists() else ", which does not exist")
+        out.append(f"{path} was started in {folder}, where {name}={value!r} is {then}; here it is {here}: go there, or "
+            "name the data")
+    return out
 
 # %% ../../nbs/train/03_state.ipynb #92e29ed9
 def recipe_of(

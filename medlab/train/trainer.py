@@ -8,6 +8,7 @@ __all__ = ['checked_threads', 'Trainer', 'config_about', 'set_up_notices']
 # %% ../../nbs/train/10_trainer.ipynb #f910a52b
 import contextlib
 import copy
+import os
 import sys
 import time
 import traceback
@@ -55,7 +56,7 @@ from .process import movable, start_process, wait_for_process
 from .progress import LEVELS, Bar, EventPrinter, Progress, last_step
 from .saving import Saver, as_stored, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
-from .state import recipe_of, torch_device
+from .state import moved_places, recipe_of, torch_device
 from .telemetry import Telemetry
 from .validation import Validation, table_of
 from .worker import Worker, idle, interrupts, start_worker, wait_for
@@ -164,8 +165,7 @@ def _assemble(self:Trainer, stored, knobs, aside):
     self.telemetry.more = lambda: self.validation.shown
     if stored:
         self.saver.resume(stored, self.set)
-        text = changed_source(type(self.recipe), stored.get("origin", {}), self.path)
-        if text: self._report("source", text, "warning")
+        self._compare(stored)
     if stored and knobs: self.set(**knobs)
     if not stored: self._introduce()
     self.saver.open_segment()
@@ -190,12 +190,21 @@ def config_about(
 
 # %% ../../nbs/train/10_trainer.ipynb #c6be3de9
 @patch
+def _compare(self:Trainer, stored):
+    "Say what is another than when the run began, though it has the same name."
+    text = changed_source(type(self.recipe), stored.get("origin", {}), self.path)
+    if text: self._report("source", text, "warning")
+    for text in moved_places(self.recipe.config(), stored.get("folder", ""), self.path):
+        self._report("data", text, "warning")
+
+
+@patch
 def _introduce(self:Trainer):
     "Describe a new run."
     r = self.recipe
     self.writer.write_config({**r.config(), **self.knobs.values()}, config_about(r))
     keep_source(type(r), self.path)
-    self.writer.set_meta(created=time.time(), data=self.info, knobs=self.knobs.values(),
+    self.writer.set_meta(created=time.time(), folder=os.getcwd(), data=self.info, knobs=self.knobs.values(),
         recipe=[type(r).__module__, type(r).__name__, r.config()], origin=origin_of(type(r)))
 
 # %% ../../nbs/train/10_trainer.ipynb #67c35a6b

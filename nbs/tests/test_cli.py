@@ -302,3 +302,19 @@ def answers(address):
     "Whether a web server answers there."
     with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5) as answer: return answer.status == 200
     return False
+
+
+def test_a_relative_path_is_told_from_another_folder(tmp_path, monkeypatch):
+    for place, seeds in (("a", range(6)), ("b", range(7))): write_brats(tmp_path / place / "cases", seeds, size=(16, 16, 16))
+    typed = "train fast_ddpm --debug --data-root cases --steps 1 --threads 1 --run".split()
+    monkeypatch.chdir(tmp_path / "a")
+    assert said(*typed, tmp_path / "run")[0] == 0
+    words = f"where data_root='cases' is {tmp_path}/a/cases; here it is {tmp_path}/b/cases"
+    same = said("evaluate", tmp_path / "run", "--cases", 1, "--threads", 1)
+    assert same[0] == 0 and "was started in" not in same[2]
+    monkeypatch.chdir(tmp_path / "b")
+    for command in (("evaluate", tmp_path / "run", "--cases", 1), ("train", "--resume", tmp_path / "run", "--steps", 2)):
+        status, out, err = said(*command, "--threads", 1)
+        assert status == 0 and err.count(words) == 1, err
+    status, out, err = said("evaluate", tmp_path / "run", tmp_path / "a/cases", "--cases", 1, "--threads", 1)
+    assert status == 0 and words not in err, "the data is named"

@@ -122,7 +122,7 @@ def test_a_changed_source_is_said_with_both_hashes(home):
     then = Run(root / "run").meta["origin"]["sha256"]
     Path(file).write_text(Path(file).read_text() + "\n# another line\n")
     status, out, err = elsewhere("evaluate", root / "run")
-    assert status == 0 and err.count("is not the source that") == 1 and then[:12] in err and "recipe.py is what it was" in err, err
+    assert status == 0 and err.count("is used as it is now, and is not the source that") == 1 and then[:12] in err and "recipe.py is what it was" in err, err
     status, out, err = elsewhere("train", "--resume", root / "run", "--steps", 3, "--threads", 1)
     assert status == 0 and [e.level for e in Run(root / "run").events("source")] == ["warning"], (out, err)
 
