@@ -236,7 +236,7 @@ def _notebooks(server, chrome, prefix):
 @pytest.fixture
 def notebook(request, server, chrome, tmp_path):
     "`notebook(*cells)`: a `Notebook` of these cells, run to its end; `run=False` only opens it, `ui='notebooks'` does so in Notebook 7."
-    with _notebooks(server, chrome, request.node.name.replace("[", "_").replace("]", "")) as make: yield make
+    with _notebooks(server, chrome, f"{request.path.stem}_{request.node.name}".replace("[", "_").replace("]", "")) as make: yield make
 
 
 @pytest.fixture(scope="module")
