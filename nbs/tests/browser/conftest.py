@@ -220,12 +220,12 @@ def _notebooks(server, chrome, prefix):
     def make(*cells, size=(1300, 1000), ui="lab/tree", run=True):
         nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
         name = f"{prefix}/{len(made)}.ipynb"  # a folder for each test: their runs have the same names
-        (server.root / prefix).mkdir(exist_ok=True)
         nbformat.write(nb, server.root / name)
         made.append(Notebook(server, chrome, name, size, ui))
         return made[-1].run_all() if run else made[-1]
 
-    make.made = made
+    make.made, make.folder = made, server.root / prefix
+    make.folder.mkdir(exist_ok=True)
     try: yield make
     finally:
         for nb in made: nb.page.context.close()

@@ -144,9 +144,9 @@ def test_a_saved_notebook_shows_what_it_showed(notebook, server, ui, trusted):
     again.page.context.close()
 
 
-def test_a_list_of_runs(notebook, server):
+def test_a_list_of_runs(notebook):
     "A click opens the lab of a run, another one that of another, and the same one closes it; names are text."
-    root = server.root / "test_a_list_of_runs" / "runs"
+    root = notebook.folder / "runs"
     for i, name in enumerate(("first", "<img src=x onerror=window.hacked=1>")):
         shutil.copytree(OLD, root / name)
         db = sqlite3.connect(root / name / "run.db")
