@@ -27,7 +27,7 @@ from .older_names import current_meta
 from .records import read_checkpoints, read_environment, read_events, read_meta, read_segments, void_after
 from .requests import read_changes, request_change, request_command
 from .series import read_series
-from .sharing import is_live
+from .sharing import is_live, open_readonly
 from .store import Store
 
 # %% ../../nbs/run/07_directory.ipynb #279718ae
@@ -44,12 +44,22 @@ def _not_now(file, error):
     return UserError(f"{file} cannot be read now ({error}); {what}")
 
 
+def _opened(file):
+    "A connection, of a reader alone where nothing can be written."
+    db = sqlite3.connect(file, timeout=30, isolation_level=None, check_same_thread=False)
+    try: db.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError:
+        db.close()
+        return open_readonly(file)
+    return db
+
+
 def _connect(file):
     "A connection that reads and asks; raises `UserError` where the file holds no run, or cannot be read now."
-    db = sqlite3.connect(file, timeout=30, isolation_level=None, check_same_thread=False)
-    try: whole = db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone()
+    try:
+        db = _opened(file)
+        whole = db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone()
     except sqlite3.DatabaseError as e:
-        db.close()
         if isinstance(e, sqlite3.OperationalError): raise _not_now(file, e) from e
         raise UserError(f"{file} is damaged ({e}); put it back from a copy, or start a new run") from e
     if not whole:
@@ -104,7 +114,10 @@ def state(self:Run):
     ended without a word."""
     meta = self.meta
     state = meta.get("state", "created")
-    if state not in ("starting", "running", "paused") or is_live(self.path): return state
+    if state not in ("starting", "running", "paused"): return state
+    try: live = is_live(self.path)
+    except OSError: return state  # another user's, or on a share that is read-only: nobody can tell from here
+    if live: return state
     return state if state == "starting" and _exists(meta["process"]) else "killed"
 
 # %% ../../nbs/run/07_directory.ipynb #9b8bd1d3

@@ -73,13 +73,30 @@ class DataVersion:
         self.seen = None
 
 # %% ../../nbs/run/01_sharing.ipynb #7b05086f
+def _is_at_rest(path):
+    "Whether nobody has a database open, as far as its log tells."
+    log = Path(f"{path}-wal")
+    return not (log.exists() and log.stat().st_size)
+
+
+def _readonly(path, timeout, options=""):
+    address = f"{Path(path).resolve().as_uri()}?mode=ro{options}"
+    db = sqlite3.connect(address, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
+    try: db.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except BaseException: db.close(); raise
+    return db
+
+
 def open_readonly(
     path,  # database file
     timeout:float=5,  # how long a statement waits for a lock, seconds
 ) -> sqlite3.Connection:  # in autocommit mode; for any thread, one at a time
-    "Connect to a database without the right to write or make it; `sqlite3.OperationalError` where there is none."
-    address = f"{Path(path).resolve().as_uri()}?mode=ro"
-    return sqlite3.connect(address, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False)
+    """Connect to a database without the right to write or make it, also where nothing can be written beside it. Raises
+    `sqlite3.DatabaseError` where it cannot be read."""
+    try: return _readonly(path, timeout)
+    except sqlite3.OperationalError:
+        if not Path(path).exists() or not _is_at_rest(path): raise
+        return _readonly(path, timeout, "&immutable=1")
 
 # %% ../../nbs/run/01_sharing.ipynb #8febffd8
 @contextlib.contextmanager

@@ -57,11 +57,12 @@ def stored_meta(
     path,  # run directory
     resume:bool,  # whether a run is expected there
 ) -> dict:  # what is stored about the run; empty for a new one, also where a run lies that never took a step
-    "What lies in a run directory; raises `UserError` where a run is missing, or would be overwritten."
+    "What lies in a run directory; raises `UserError` where a run is missing, is live, or would be overwritten."
     path = Path(path)
     exists = (path / "run.db").exists()
     if resume and not exists: raise UserError(_missing(path))
     if resume: return Run(path).meta
+    if exists: check_place(path)  # of a live run nobody should hear that it may be removed
     if exists and not is_empty_run(path): raise UserError(_taken(path))
     if exists: _refuse_here(path)
     return {}

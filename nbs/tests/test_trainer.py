@@ -87,7 +87,7 @@ def test_training_runs_once(make):
             with pytest.raises(UserError, match="training runs already"): again()
         t.stop()
         with t.worker.busy: pass
-    with pytest.raises(UserError, match="holds a run already"): make()
+    with pytest.raises(UserError, match="held by a live trainer"): make()
     with pytest.raises(UserError, match="held by a live trainer"): make(resume=True)
 
 
