@@ -8,6 +8,7 @@ __all__ = ['good_samples', 'BatchLoader', 'Ahead', 'NotTheSame']
 # %% ../../nbs/batches/05_loader.ipynb #e38ef895
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 
@@ -15,13 +16,13 @@ import torch
 from fastcore.basics import patch
 
 from .copies import DeviceCopy, Waiting
-from .loading import Collated, Fault, First, Guarded, OneSize, collate, stream, unlike_in_words
+from .loading import Collated, Fault, First, Guarded, HeldOut, OneSize, collate, stream, unlike_in_words
 from .processes import HUNG, START, UNBORN, at_once, ended, oom_kills, process_loader, refuse_unsent, starved, within
 from .quarantine import Quarantine
 from .sampler import ResumableSampler
 from ..contracts.batch import Batch, StepBatch
 from ..contracts.state import KnobBinding
-from ..core import RunFailed, UserError, derive_seed
+from ..core import RunFailed, UserError, at_line, derive_seed
 from ..memory.oom import Shortage, is_oom, shortage_of
 from ..memory.usage import Memory
 
@@ -66,6 +67,7 @@ class BatchLoader:
         self.prefetches = knobs.now.prefetch  # as the knob says, or off since memory ran out
         self.ask = lambda **knobs: None  # function (source, **knobs) that asks for a change of knobs
         self.first, self.one_size = First(len(self.dataset)), OneSize(self.dataset.dataset)
+        self.held_out = HeldOut(recipe.split, self.dataset.dataset)
         self.begin_at, self.begin_sizes = None, None  # samples seen and sizes before the step that was begun last
 
 # %% ../../nbs/batches/05_loader.ipynb #7824b375
@@ -260,6 +262,7 @@ def _usable(self:BatchLoader):
     "(samples on the device, None where none is left; their indices; faults of the others)."
     ahead = self.ahead.popleft() if self.ahead else Ahead(self._next())
     batch = self.one_size(ahead.batch)
+    self.held_out(batch.samples)
     samples, indices, bad = good_samples(batch, self.knobs.now.check_inputs, self.sampler.left_out)
     if not samples: return None, indices, bad
     return self.copy(samples, ahead.sent if samples is ahead.batch.samples else None), indices, bad
@@ -267,7 +270,11 @@ def _usable(self:BatchLoader):
 
 @patch
 def _prepared(self:BatchLoader, samples, iteration, i):
-    return self.recipe.prepare(samples, self.seed_base + iteration * 4096 + i, iteration)
+    made = self.recipe.prepare(samples, self.seed_base + iteration * 4096 + i, iteration)
+    if isinstance(made, Mapping): return made
+    cls = type(self.recipe)
+    raise UserError(f"{cls.__name__}.prepare(){at_line(cls.prepare)} gave {made!r:.60} and must return the batch, a "
+        "dict of tensors")
 
 # %% ../../nbs/batches/05_loader.ipynb #324d16dc
 @patch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'ONE_IN', 'KINDS', 'EARLY', 'Fault', 'not_finite', 'seeded_with', 'maker_of', 'unfit', 'read_sample',
-           'Guarded', 'Collated', 'form_of', 'collate', 'stream', 'unlike_in_words', 'OneSize', 'First']
+           'Guarded', 'Collated', 'form_of', 'collate', 'stream', 'unlike_in_words', 'OneSize', 'HeldOut', 'First']
 
 # %% ../../nbs/batches/01_loading.ipynb #1bd7b3bd
 import contextlib
@@ -313,6 +313,27 @@ def _refusal(self:OneSize, loaded, batch):
         f"of the {n} samples drawn so far are unlike the other {most}, more than one in {ONE_IN}, so it is the dataset "
         f"({type(self.dataset).__name__}{maker_of(self.dataset)}) and not a case: {_remedy(loaded, batch)}. Where a "
         "single case is odd, leave it out of dataset()")
+
+# %% ../../nbs/batches/01_loading.ipynb #3e732685
+class HeldOut:
+    "Whether a sample to train on is of a case that is held out."
+
+    def __init__(self,
+        split,  # `Split`; None: nothing is held out
+        dataset,  # see `read_sample`; for the message
+    ):
+        parts = (("val", split.val), ("test", split.test)) if split else ()
+        self.parts, self.dataset = {n: part for part, names in parts for n in names}, dataset
+
+    def __call__(self,
+        samples:dict,  # of a batch, or None: none could be used
+    ):
+        "Raises `UserError` where one is held out."
+        if not self.parts or not samples or self.parts.keys().isdisjoint(samples.get("case", ())): return
+        name = next(n for n in samples["case"] if n in self.parts)
+        raise UserError(f"{name} is held out for {self.parts[name]}, and dataset() ({type(self.dataset).__name__}"
+            f"{maker_of(self.dataset)}) gives it for training, so no score would be one of an unseen case; give only "
+            "what self.split.train names")
 
 # %% ../../nbs/batches/01_loading.ipynb #673744cf
 EARLY = 4  # samples that fail alike, and none that is good, before a run ends

@@ -84,7 +84,7 @@ class Reading:
     ):
         self.dataset, self.say, self.batch = trainer.batches.dataset, say, trainer.recipe.batch_size
         self.first, self.done, self.left = First(len(self.dataset)), 0, 0  # see `First`; samples read, and left out
-        self.forms = []  # (sample without its values, index)
+        self.held_out, self.forms = trainer.batches.held_out, []  # (sample without its values, index)
 
     def leave_out(self, fault):
         "Count a sample that cannot be used, and name it."
@@ -109,6 +109,7 @@ def __call__(self:Reading,
     if not self.first.good: self.first(int(fault is None), [fault] if fault else [])
     self.done += 1
     if fault: self.leave_out(fault)
+    elif sample: self.held_out(dict(case=[sample["case"]]))
     if sample: self.forms.append(({k: _light(v, self.batch > 1) for k, v in sample.items()}, index))
 
 

@@ -30,6 +30,7 @@ def with_other_data(
     other, train = dataclasses.replace(recipe, data_root=str(data)), info["split"]["train"]
     other.setup()
     cases = other.cases
+    if not cases: raise UserError(f"{data} holds no case of {type(recipe).__name__}; name a folder or a file of cases")
     other.remember(info)
     if recipe.baseline_from_training: recipe.setup(info["split"])
     own = {n: recipe.cases[n] for n in train} if recipe.baseline_from_training else {}

@@ -29,9 +29,9 @@ def patient_of(
 class Split:
     "Which cases are trained on, watched while training, and kept for the end; raises `UserError` for a name twice."
     train:list  # names
-    val:list  # names
-    test:list  # names
-    seed:int  # of the run
+    val:list = field(default_factory=list)  # names
+    test:list = field(default_factory=list)  # names
+    seed:int = 0  # of the run, where the split was drawn
     note:str = ""  # what a small data set made impossible; "": nothing
     gone:dict = field(default_factory=dict)  # name → part: held-out cases that cannot be used any more
 

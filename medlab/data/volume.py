@@ -53,6 +53,9 @@ class Volume:
     def __post_init__(self):
         object.__setattr__(self, "affine", np.asarray(self.affine, np.float64))
         name = self.name or "volume"
+        if not isinstance(self.data, np.ndarray):
+            raise UserError(f"{name} holds a {type(self.data).__name__}, and a NumPy array is needed: of a tensor, "
+                ".numpy(force=True)")
         if self.data.ndim not in (3, 4):
             raise UserError(f"{name} has shape {self.data.shape}; (z, y, x) or (c, z, y, x) is needed")
         if self.affine.shape != (4, 4):

@@ -546,7 +546,7 @@ def setup(self:Recipe,
 @patch
 def divide(self:Recipe,
     names,  # of the sound cases
-    split:dict=None,  # as `setup` receives it; None: draw one
+    split=None,  # as `setup` receives it, or one of your own: a `Split`, or its fields in a dict; None: draw one
     val:float=0.15,  # share of patients that are scored while training goes on, in [0, 1); 0: none
     test:float=0.15,  # share of patients that are kept for the end, in [0, 1); 0: none
     group=patient_of,  # function from a case's name to its patient; cases of one patient stay together
@@ -555,7 +555,8 @@ def divide(self:Recipe,
     there is none."""
     names = list(map(str, names))
     if not names: raise UserError(self._no_case())
-    drawn = Split(**split) if split else split_cases(names, self.seed, val, test, group)
+    if not split: drawn = split_cases(names, self.seed, val, test, group)
+    else: drawn = split if isinstance(split, Split) else Split(**split)
     self.split = drawn.among(names, f"{type(self).__name__}.setup()")
     return dict(split=dataclasses.asdict(self.split))
 

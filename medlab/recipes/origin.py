@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['KEPT', 'module_place', 'found', 'class_in', 'named_class', 'Source', 'source_of', 'origin_of', 'made_here',
-           'keep_source', 'stored_class', 'changed_source', 'warn_changed', 'built']
+           'keep_source', 'is_importable', 'stored_class', 'changed_source', 'warn_changed', 'built']
 
 # %% ../../nbs/recipes/05_origin.ipynb #36b1bd4d
+import ast
 import hashlib
 import hmac
 import importlib
@@ -189,13 +190,25 @@ KEPT = "recipe.py"  # name in the run directory
 def keep_source(
     cls:type,  # a recipe
     path,  # run directory
+    changed:bool=False,  # whether the run began with another one, which is kept as well
 ) -> Path:  # None: it is medlab's own, nobody knows its source, or the disk refuses it
     "Keep the source of a recipe of one's own in its run directory."
-    text, file = source_of(cls).text, Path(path) / KEPT
+    source = source_of(cls)
+    text, file = source.text, Path(path) / (f"recipe-{source.sha256[:12]}.py" if changed else KEPT)
     if cls.__module__.startswith("medlab.recipes.") or not text: return None
     try: file.write_text(text, encoding="utf-8")
     except OSError: return None
     return file
+
+# %% ../../nbs/recipes/05_origin.ipynb #2255dc4c
+def is_importable(
+    file,  # of a script; "": there is none
+) -> bool:
+    "Whether a script keeps what it does below `if __name__ == '__main__':`, so that importing it runs nothing."
+    try: tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError): return False
+    tests = [ast.unparse(s.test) for s in tree.body if isinstance(s, ast.If)]
+    return any("__name__" in t and "__main__" in t for t in tests)
 
 # %% ../../nbs/recipes/05_origin.ipynb #5d393b4d
 def _not_found(path, origin, name):
@@ -206,12 +219,12 @@ def _not_found(path, origin, name):
     if origin["module"] == "__main__" and not file:
         return ("was defined in a notebook or at a prompt, where no other process finds it; put it into a file and "
             f"{use}")
-    if origin["module"] == "__main__":
-        return (f"was defined in the script {file}, which would be run again as a whole; put the class into a file of "
-            f"its own and {use}")
     if not made_here(origin):
         return (f"the run was made by another user or elsewhere, and loading it would execute {file}; if you trust "
             f"that code, name it: --recipe {file}:{name}")
+    if origin["module"] == "__main__" and Path(file).is_file():
+        return (f"was defined in the script {file}, which would be run again as a whole; put what it does below "
+            "`if __name__ == '__main__':`, or the class into a file of its own")
     copy = f"; the run kept the source: --recipe {kept}:{name}" if kept.is_file() else ""
     return f"neither is the module {origin['module']} found, nor its file {file}; put it back, or {use}{copy}"
 
@@ -227,8 +240,10 @@ def stored_class(
     if recipe[0].startswith("medlab.recipes.") or recipe[0] in trust:
         name = name if recipe[0] == module else recipe[1]
         return class_in(_executed(importlib.import_module, recipe[0]), name, recipe[0])
-    believed = module != "__main__" and made_here(origin)
-    if believed and found(module): return class_in(_executed(importlib.import_module, module), name, module)
+    script = module == "__main__"
+    believed = made_here(origin) and (not script or is_importable(origin["file"]))
+    if believed and not script and found(module):
+        return class_in(_executed(importlib.import_module, module), name, module)
     if believed and origin["file"] and Path(origin["file"]).is_file(): return named_class(f"{origin['file']}:{name}")
     raise UserError(f"the run's recipe {name} is not one of medlab's: {_not_found(path, origin, name)}")
 

@@ -21,7 +21,7 @@ from fastcore.basics import patch
 from ..contracts.result import Notice
 from ..core import UserError
 from .checkpoint import write_durably
-from .directory import Run
+from .directory import NoRunYet, Run
 from .records import Event
 from .sharing import hold
 from .loggers import SafeLoggers
@@ -32,7 +32,8 @@ def is_empty_run(
     path,  # run directory
 ) -> bool:
     "Whether the run that lies there never took an optimizer step, and has no checkpoint."
-    run = Run(path)
+    try: run = Run(path)
+    except NoRunYet: return True  # its process died before it made one
     try:
         if run.checkpoints(): return False
         if "taken" in run.names(): return not (run.metrics("taken")["taken"].value > 0).any()

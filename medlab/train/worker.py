@@ -8,6 +8,7 @@ __all__ = ['PATIENCE', 'interrupts', 'Worker', 'start_worker', 'wait_for', 'idle
 # %% ../../nbs/train/01_worker.ipynb #d31771cb
 import contextlib
 import signal
+import sys
 import threading
 import warnings
 
@@ -27,6 +28,7 @@ def _deliver(number, handler, text):
 def interrupts(
     stop,  # called at the first interrupt
     text=lambda: "",  # what the `KeyboardInterrupt` says, asked for at the end of the block
+    notice:str="",  # printed at the first interrupt, to standard error; "": nothing
 ):  # a list of the signals that were heard
     """In the main thread, make Ctrl-C and SIGTERM ask for a stop between two steps; a second one interrupts at once.
     After the block the first takes its ordinary course."""
@@ -36,6 +38,8 @@ def interrupts(
         "Ask once, and give the signals back."
         heard.append(number)
         stop()
+        with contextlib.suppress(RuntimeError):  # it came within another print
+            if notice: print(f"medlab: {notice}", file=sys.stderr, flush=True)
         for s, old in before.items(): signal.signal(s, old)
 
     if threading.current_thread() is threading.main_thread():

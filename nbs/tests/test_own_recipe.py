@@ -464,3 +464,39 @@ class Mine""")
     status, out, err = said("train", f"{file}:Mine", "--run", root / "run", "--steps", 4, "--threads", 1, "--precision", "fp32")
     line = 1 + [l.strip() for l in code.splitlines()].index('if i == 2: raise EOFError("ended early")')
     assert status == 0 and f"sample 2 was left out: EOFError: ended early ({Path(file).name}, line {line}, in __getitem__: if i == 2: raise EOFError" in err, err
+
+
+class Named(Recipe):
+    "Four samples whose names are their numbers."
+    def setup(self, split=None): return dict(split=dict(train=["0", "1"], test=["2"]))
+    def dataset(self): return [dict(case=n, x=torch.full((1,), float(n))) for n in self.split.train]
+    def build_model(self): return torch.nn.Linear(1, 1)
+    def losses(self, model, batch): return dict(loss=model(batch["x"]).square()[:, 0])
+
+
+class Leaking(Named):
+    "Trains on what it holds out."
+    def dataset(self): return [dict(case=n, x=torch.full((1,), float(n))) for n in "012"]
+
+
+class Lost(Named):
+    "Forgets to return what it prepares."
+    def prepare(self, batch, seed, step): batch["x"] = batch["x"] + 1
+
+
+def test_a_split_that_setup_gives_is_the_split(tmp_path):
+    for resume in (False, True):
+        with Trainer(Named(batch_size=2), tmp_path / "run", resume=resume, threads=1) as t:
+            t.fit(2, progress=False)
+            assert t.recipe.split.train == ["0", "1"] and t.recipe.split.val == [] and t.info["split"]["test"] == ["2"]
+
+
+@pytest.mark.parametrize("workers", (0, 2))
+def test_what_is_held_out_is_not_trained_on(tmp_path, workers):
+    with Trainer(Leaking(batch_size=1, workers=workers), tmp_path / "run", threads=1) as t:
+        with pytest.raises(UserError, match="2 is held out for test, and dataset.. .list. gives it for training"): t.fit(3, progress=False)
+
+
+def test_what_prepare_must_give(tmp_path):
+    with Trainer(Lost(batch_size=2), tmp_path / "run", threads=1) as t:
+        with pytest.raises(UserError, match=r"Lost.prepare\(\) \(test_own_recipe.py, line \d+\) gave None and must return the batch"): t.fit(3, progress=False)

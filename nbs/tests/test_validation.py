@@ -140,3 +140,17 @@ def test_all_of_val_and_none_of_test_chooses_the_best(tmp_path):
         t.fit(5, progress=False)
         assert "best" not in t.run.meta and t.run.metrics("val_error")["val_error"].step.tolist() == [5]
         assert "test cases choose no weights" in t.run.events("validation")[-1].text
+
+
+class Impatient(Line):
+    "Interrupted within its second validation."
+    def score(self, model, name):
+        if len(getattr(self, "seen", [])) > 1: raise KeyboardInterrupt
+        return super().score(model, name)
+
+
+def test_what_was_learned_before_an_interrupted_validation_is_saved(tmp_path):
+    with Trainer(Impatient(), tmp_path / "run", threads=1, val_every_steps=10, val_cases=1, save_every=0) as t:
+        with pytest.raises(KeyboardInterrupt): t.fit(50, progress=False)
+        assert t.run.state == "failed" and t.iteration == 20 and t.run.checkpoints()[-1]["step"] == 20
+    with Trainer(Line(), tmp_path / "run", resume=True, threads=1) as t: assert t.iteration == 20
