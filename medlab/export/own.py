@@ -193,6 +193,7 @@ def own_packages(
 # %% ../../nbs/export/07_own.ipynb #911b7842
 class OwnNetwork:
     "The network of a recipe of one's own, as it leaves the lab: without its prediction."
+    licence = "that of its author; none is granted here. What it imports has licences of its own"
 
     def __init__(self,
         recipe,  # `Recipe`

@@ -76,11 +76,12 @@ def write_program(
     model:torch.nn.Module,  # in evaluation mode, on the CPU
     args:tuple, kwargs:dict,  # a call with a batch of one
     file,  # to be written, *.pt2
-) -> str:  # "any batch up to 256" or "a batch of 1"
+) -> str:  # such as "any batch up to 256 of (1, 32, 32)" or "a batch of 1 of (1, 32, 32)"
     "Write a network as a program that gives its numbers; raises `UserError` where it cannot be, and leaves no file."
     reasons = []
+    sizes = " and ".join(str(tuple(v.shape[1:])) for v in (*args, *kwargs.values()) if torch.is_tensor(v))
     for free, words in ((True, f"any batch up to {MOST}"), (False, "a batch of 1")):
-        if (why := _attempt(model, args, kwargs, file, free)) is None: return words
+        if (why := _attempt(model, args, kwargs, file, free)) is None: return f"{words} of {sizes}"
         reasons.append(why)
     Path(file).unlink(missing_ok=True)
     raise UserError(f"this network cannot be written as a program of torch.export: {reasons[-1]}; "

@@ -49,6 +49,8 @@ def packages(
 # %% ../../nbs/export/08_standard.ipynb #c07b6544
 class StandardNetwork:
     "The network of one of medlab's recipes, as it leaves the lab: with its prediction."
+    licence = ("Apache-2.0 (medlab), https://www.apache.org/licenses/LICENSE-2.0; network classes of MONAI are "
+        "imported, Apache-2.0")
 
     def __init__(self,
         module:str,  # of its predictor in this room, one of `PLAIN`

@@ -108,7 +108,7 @@ def _exists(process):
 # %% ../../nbs/run/07_directory.ipynb #f39b68d9
 @patch(as_prop=True)
 def meta(self:Run):
-    "Everything stored about the run: recipe, configuration, split, knobs, versions, state."
+    "Everything stored about the run: recipe, data (with the split), knobs, state."
     return current_meta({k: json.loads(v) for k, v in self._ask(read_meta).items()})
 
 # %% ../../nbs/run/07_directory.ipynb #faeaf3de
