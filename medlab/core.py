@@ -107,7 +107,7 @@ def own_line(
     own = [f for f in frames[inside:] if not _of_library(f.filename) and not f.filename.startswith(_STANDARD)]
     return f"{_where(own[-1].filename)}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}" if own else ""
 
-
+# %% ../nbs/00_core.ipynb #6ad21826
 def place_of(
     error:BaseException,  # that was raised
 ) -> tuple:  # (type, file, line): alike where two errors are one mistake

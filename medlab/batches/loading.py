@@ -102,7 +102,7 @@ def _is_plain(sample):
     kinds = {*map(type, sample.values())} if type(sample) is dict else ()
     return torch.Tensor in kinds and kinds <= PLAIN
 
-
+# %% ../../nbs/batches/01_loading.ipynb #16754fa8
 def _named(sample, dataset, index):
     "A sample with the name of its case. Raises `UserError` for what is no dictionary, or holds what no batch takes."
     if _is_plain(sample): why = None
@@ -131,7 +131,7 @@ def read_sample(
 # %% ../../nbs/batches/01_loading.ipynb #89ba3904
 def _indexed(dataset): return all(hasattr(type(dataset), a) for a in ("__len__", "__getitem__"))
 
-
+# %% ../../nbs/batches/01_loading.ipynb #89fed7a8
 def _no_dataset(thing, recipe):
     "What is said of what cannot be asked for a sample by its index."
     where = f"{type(recipe).__name__}.dataset(){at_line(type(recipe).dataset)}" if recipe else "dataset()"

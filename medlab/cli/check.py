@@ -56,7 +56,7 @@ def try_batch(
     shapes = ", ".join(f"{k} {'×'.join(map(str, v.shape))}" for k, v in micro.tensors.items())
     return [*lines, f"first batch: {shapes}", f"loss before training {loss:.4g}, forward pass {seconds:.2g} s"], seconds
 
-
+# %% ../../nbs/cli/05_check.ipynb #3dc2c6b7
 def try_score(
     trainer:Trainer,
     seconds:float,  # of a forward pass

@@ -270,7 +270,7 @@ def _checked(own):
     if own.get("samples", 1) < 1: raise UserError(f"--samples {own['samples']} must be at least 1")
     return own
 
-
+# %% ../../nbs/cli/07_main.ipynb #ae77cece
 def _predict_parser():
     "The options of `medlab predict` that every recipe has."
     p = jsonargparse.ArgumentParser(prog="medlab predict", exit_on_error=False,
@@ -348,7 +348,7 @@ def _refuse_same(source, output):
         "taken for cases the next time; name another folder")
     raise UserError(f"{output} is the input itself and would be overwritten; choose another output")
 
-
+# %% ../../nbs/cli/07_main.ipynb #07e86448
 def predict(
     argv,  # RUN INPUT OUTPUT and options
 ) -> int:  # exit status: 2 where a case could not be predicted
@@ -384,7 +384,7 @@ def _evaluate_parser():
     add_threads(p)
     return p
 
-
+# %% ../../nbs/cli/07_main.ipynb #87365b63
 def _check_csv(file):
     "Raise `UserError` for a table that could not be written."
     place = file.resolve().parent
@@ -394,7 +394,7 @@ def _check_csv(file):
     else: why = why_unwritable(place)
     if why: raise UserError(f"--csv {file} cannot be written ({why}); choose another file")
 
-
+# %% ../../nbs/cli/07_main.ipynb #9368ad80
 def _whose(table):
     "Which cases of its own a run was scored on."
     parts = {r["split"] for r in table.rows}
@@ -585,7 +585,7 @@ def _command(argv):
         return 0
     return COMMANDS[argv[0]](argv[1:])
 
-
+# %% ../../nbs/cli/07_main.ipynb #7350aee7
 def _noted(error): return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 

@@ -71,7 +71,7 @@ def _attempt(model, args, kwargs, file, free):
         return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
     return None if worst < 1e-5 else f"its outputs differ from the network's by {worst:.2g} of the largest"
 
-
+# %% ../../nbs/export/06_program.ipynb #99af97df
 def write_program(
     model:torch.nn.Module,  # in evaluation mode, on the CPU
     args:tuple, kwargs:dict,  # a call with a batch of one

@@ -46,7 +46,7 @@ def _not_now(file, error):
     what = f"its disk is full, {free:,} bytes are free: make room" if free < NEEDED else "try again"
     return UserError(f"{file} cannot be read now ({error}); {what}")
 
-
+# %% ../../nbs/run/07_directory.ipynb #67fda8a3
 def _opened(file):
     "A connection, of a reader alone where nothing can be written."
     db = sqlite3.connect(file, timeout=30, isolation_level=None, check_same_thread=False)

@@ -283,7 +283,7 @@ def resume(self:Saver,
     gone = self._compare(stored["recipe"][2], knobs)
     ask_again(ask, self.writer.run.changes(), "resume", self.iteration, gone)
 
-
+# %% ../../nbs/train/07_saving.ipynb #af8ee372
 @patch
 def _tell_resumed(self:Saver, lost, saved):
     "Say where the run goes on, and which steps that were recorded come again since they were not saved."

@@ -23,7 +23,7 @@ def _deliver(number, handler, text):
     elif number == signal.SIGTERM: raise SystemExit(128 + number)
     else: raise KeyboardInterrupt(text)
 
-
+# %% ../../nbs/train/01_worker.ipynb #e59160fd
 @contextlib.contextmanager
 def interrupts(
     stop,  # called at the first interrupt
