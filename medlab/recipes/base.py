@@ -558,7 +558,7 @@ def divide(self:Recipe,
     if not split: drawn = split_cases(names, self.seed, val, test, group)
     else: drawn = split if isinstance(split, Split) else Split(**split)
     self.split = drawn.among(names, f"{type(self).__name__}.setup()")
-    return dict(split=dataclasses.asdict(self.split))
+    return dict(split=dataclasses.asdict(self.split), patients=len({*map(group, self.split.names)}))
 
 
 @patch

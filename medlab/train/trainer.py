@@ -29,7 +29,7 @@ from ..guards.loss_scale import LossScaleWatch
 from ..guards.verification import VerifiedSteps
 from ..guards.zero_gradient import ZeroGradientWatch
 from ..knobs.controls import Controls, bring_in
-from ..knobs.fixes import Fixes, Switch
+from ..knobs.fixes import switches
 from ..knobs.mailbox import Change, Mailbox
 from ..memory.inference import infer
 from ..memory.manager import MemoryManager
@@ -253,7 +253,7 @@ def _make_controls(self:Trainer):
     self.controls.probe = self.step.probe
     if self.step.replicas.size == 1: self.retry.make = VerifiedSteps(self.step, self.controls, self._report)
     self.batches.ask = self.set
-    self.fixes = Fixes({f.name: Switch(f, self.set, self.knobs) for f in self.recipe.fixes()})
+    self.fixes = switches(self.recipe.fixes(), self.set, self.knobs)
 
 # %% ../../nbs/train/10_trainer.ipynb #24308c1b
 @patch

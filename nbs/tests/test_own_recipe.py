@@ -500,3 +500,22 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, workers):
 def test_what_prepare_must_give(tmp_path):
     with Trainer(Lost(batch_size=2), tmp_path / "run", threads=1) as t:
         with pytest.raises(UserError, match=r"Lost.prepare\(\) \(test_own_recipe.py, line \d+\) gave None and must return the batch"): t.fit(3, progress=False)
+
+
+def test_how_many_patients_there_are_is_said(tmp_path, monkeypatch, capsys):
+    "Left and right of one patient are two patients, unless `group` says otherwise: the number tells."
+    (tmp_path / "sides.py").write_text('''import torch
+from medlab import Recipe
+class Sides(Recipe):
+    def setup(self, split=None): return self.divide([f"P{i:02}_{s}" for i in range(10) for s in ("left", "right")], split, group=self.patient)
+    def patient(self, name): return name
+    def dataset(self): return [dict(case=n, x=torch.ones(1)) for n in self.split.train]
+    def build_model(self): return torch.nn.Linear(1, 1)
+    def losses(self, model, batch): return dict(loss=model(batch["x"]).square()[:, 0])
+class Patients(Sides):
+    def patient(self, name): return name[:3]
+''')
+    monkeypatch.chdir(tmp_path)
+    for name, patients in (("Sides", 20), ("Patients", 10)):
+        status, out, err = said("train", f"sides.py:{name}", "--steps", 1, "--threads", 1, "--run", f"runs/{name}")
+        assert status == 0 and f" of {patients} patients\n" in out, out
