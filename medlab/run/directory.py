@@ -91,7 +91,12 @@ class Run:
 
     def _ask(self, query, *args):
         "A query of a run's database, one at a time."
-        with self._lock: return query(self._db, *args)
+        try:
+            with self._lock: return query(self._db, *args)
+        except sqlite3.ProgrammingError as e:
+            if "closed" not in str(e): raise
+            text = f"this Run was closed, as that of a closed trainer is; open it again: Run({str(self.path)!r})"
+            raise UserError(text) from e
 
     def close(self): "Close the reading connection."; self._db.close()
 
