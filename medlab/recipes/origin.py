@@ -224,7 +224,7 @@ def _not_found(path, origin, name):
             f"that code, name it: --recipe {file}:{name}")
     if origin["module"] == "__main__" and Path(file).is_file():
         return (f"was defined in the script {file}, which would be run again as a whole; put what it does below "
-            "`if __name__ == '__main__':`, or the class into a file of its own")
+            f"`if __name__ == '__main__':`, or the class into a file of its own and {use}")
     copy = f"; the run kept the source: --recipe {kept}:{name}" if kept.is_file() else ""
     return f"neither is the module {origin['module']} found, nor its file {file}; put it back, or {use}{copy}"
 

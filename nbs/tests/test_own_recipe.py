@@ -187,6 +187,17 @@ with Trainer(Mine(), {str(root / 'run')!r}, device="cpu", threads=1, precision="
     assert elsewhere("evaluate", root / "run", "--recipe", f"{file}:Mine")[0] == 0, "what the sentence says is true"
 
 
+def test_a_script_that_keeps_what_it_does_below_a_guard_is_found_again(home):
+    root, file = home
+    (root / "script.py").write_text(Path(file).read_text() + f"""
+if __name__ == "__main__":
+    from medlab import Trainer
+    with Trainer(Mine(), {str(root / 'run')!r}, device="cpu", threads=1, precision="fp32") as t: t.fit(1, progress=False)
+""")
+    subprocess.run([sys.executable, str(root / "script.py")], check=True, capture_output=True, timeout=200)
+    assert elsewhere("evaluate", root / "run")[0] == 0 and Run(root / "run").step == 1, "nothing was trained again"
+
+
 def test_a_module_that_can_be_imported(home, monkeypatch):
     "package.module:CLASS, also from the working directory."
     root, file = home
