@@ -525,7 +525,8 @@ def test_sigterm_saves_and_ends_the_script(tmp_path):
     process.stdout.readline()
     process.terminate()
     out, err = process.communicate(timeout=250)
-    assert process.returncode == 143 and "the end" not in out and not err and Run(tmp_path / "run").state == "stopped"
+    assert process.returncode == 143 and "the end" not in out and Run(tmp_path / "run").state == "stopped"
+    assert err.startswith("medlab: stopping after this step") and err.count("\n") == 1, err
 
 
 def test_an_attempt_without_a_step_may_be_begun_anew(make, tmp_path):
