@@ -144,7 +144,7 @@ def _say_scores(trainer):
     if v.best and trainer.saver.active:
         b = v.best
         by = f", by {b['cases']} cases" if "cases" in b else ""
-        way = "lowest" if (trainer.recipe.metric or "").startswith("-") else "highest"
+        way = "lowest" if v.less else "highest"
         print(f"best {b['metric']} {b['value']:.4g} (the {way}) at step {b['step']}{by}, which is kept: medlab "
             f"evaluate {trainer.path} --best and medlab predict … --best take these weights")
     if v.possible and not v.table: print(f"held-out cases were not scored; medlab evaluate {trainer.path} does")

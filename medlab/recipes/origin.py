@@ -204,9 +204,11 @@ def keep_source(
 def is_importable(
     file,  # of a script; "": there is none
 ) -> bool:
-    "Whether a script keeps what it does below `if __name__ == '__main__':`, so that importing it runs nothing."
+    "Whether a script keeps what it does below `if __name__ == '__main__':`, with no bare call, `with` or loop above."
     try: tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError): return False
+    acts = lambda s: isinstance(s, ast.Expr) and not isinstance(s.value, ast.Constant)
+    if any(acts(s) or isinstance(s, (ast.With, ast.For, ast.While)) for s in tree.body): return False
     tests = [ast.unparse(s.test) for s in tree.body if isinstance(s, ast.If)]
     return any("__name__" in t and "__main__" in t for t in tests)
 

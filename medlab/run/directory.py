@@ -51,8 +51,9 @@ def _opened(file):
     "A connection, of a reader alone where nothing can be written."
     db = sqlite3.connect(file, timeout=30, isolation_level=None, check_same_thread=False)
     try: db.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
+    except sqlite3.DatabaseError as e:
         db.close()
+        if not isinstance(e, sqlite3.OperationalError): raise
         return open_readonly(file)
     return db
 

@@ -115,7 +115,8 @@ def _read(self:Trainer, resume, knobs):
         raise UserError(f"{type(self.recipe).__name__}.setup() gave {self.info!r:.60} and must give a dict, such as "
             "what self.divide(…) gives: return it")
     if (own := self.info.get("split")) and self.recipe.split is None:
-        self.info |= self.recipe.divide([n for part in ("train", "val", "test") for n in own.get(part, ())], own)
+        names = [n for part in ("train", "val", "test") for n in own.get(part, ())]
+        self.info = self.info | self.recipe.divide(names, own)
     self._prepare(None if stored else given)
     return stored
 

@@ -238,12 +238,17 @@ def _is_best(self:Validation, iteration):
     return True
 
 # %% ../../nbs/train/08_validation.ipynb #54bf2b67
+@patch(as_prop=True)
+def less(self:Validation) -> bool:
+    "Whether the lowest value is the best."
+    return (self.recipe.metric or "").startswith("-")
+
+
 @patch
 def _beats(self:Validation, name, value, scores):
-    less = (self.recipe.metric or "").startswith("-")
     if not self.best or self.best["metric"] != name: return True
-    if "scores" in self.best: return better(scores, self.best["scores"], less)
-    return value < self.best["value"] if less else value > self.best["value"]  # of an older run
+    if "scores" in self.best: return better(scores, self.best["scores"], self.less)
+    return value < self.best["value"] if self.less else value > self.best["value"]  # of an older run
 
 
 @patch(as_prop=True)
