@@ -77,11 +77,14 @@ class Schedule:
         if T < 1 or not all(0 < b < 1 for b in beta):
             raise UserError(f"schedule with T={T}, beta={beta}: T must be ≥ 1 and both β inside (0, 1); "
                             "try T=1000, beta=(1e-4, 0.02)")
-        self.T, self.beta = T, tuple(beta)
-        log = log_cumprod_complement(torch.linspace(*beta, T, dtype=torch.float64, device="cpu"))
-        self.tables = {torch.device("cpu"): torch.stack([log, log.exp(), (log / 2).exp(), (-log.expm1()).sqrt()])}
+        self._fill(torch.linspace(*beta, T, dtype=torch.float64, device="cpu"), tuple(beta))
 
     def __repr__(self): return f"Schedule(T={self.T}, beta={self.beta})"
+
+    def _fill(self, betas, beta):
+        "Make the tables."
+        self.T, self.beta, log = len(betas), beta, log_cumprod_complement(betas)
+        self.tables = {torch.device("cpu"): torch.stack([log, log.exp(), (log / 2).exp(), (-log.expm1()).sqrt()])}
 
 # %% ../../nbs/losses/00_diffusion.ipynb #9be6b4c5
 @patch
@@ -126,6 +129,23 @@ def signal(self:Schedule, t, like) -> Tensor:
 def noise(self:Schedule, t, like) -> Tensor:
     "√(1 − ᾱ(t)), likewise."
     return self._factor(3, t, like)
+
+# %% ../../nbs/losses/00_diffusion.ipynb #95243a93
+@patch(cls_method=True)
+def cosine(cls:Schedule,
+    T:int=1000,  # number of steps, ≥ 1
+    offset:float=0.008,  # s, which keeps the first steps from being too small, ≥ 0
+    most:float=0.999,  # β at most, in (0, 1)
+) -> Schedule:
+    "The cosine schedule (Nichol & Dhariwal 2021, eq. 17); raises `UserError` for impossible numbers."
+    if T < 1 or not offset >= 0 or not 0 < most < 1:
+        raise UserError(f"cosine schedule with T={T}, offset={offset}, most={most}: T must be ≥ 1, offset ≥ 0 and most "
+            "inside (0, 1); try T=1000, offset=0.008, most=0.999")
+    f = ((torch.arange(T + 1, dtype=torch.float64) / T + offset) / (1 + offset) * math.pi / 2).cos().square()
+    betas, made = (1 - f[1:] / f[:-1]).clamp(max=most), cls.__new__(cls)
+    made._fill(betas, (betas[0].item(), betas[-1].item()))
+    return made
+
 
 # %% ../../nbs/losses/00_diffusion.ipynb #fd39b323
 def antithetic(
