@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pad_edges', 'to_blocks', 'from_blocks', 'BlockCodec', 'whole_blocks', 'dct_codec', 'Components', 'LatentCodec']
 
-# %% ../../nbs/nets/05_residual.ipynb #a5838f03
+# %% ../../nbs/nets/05_residual.ipynb #e26f1aa5
 import hashlib
 import math
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core import UserError
 
-# %% ../../nbs/nets/05_residual.ipynb #d60a24ad
+# %% ../../nbs/nets/05_residual.ipynb #1677f090
 def pad_edges(
     x:Tensor,  # (b, 1, z, y, x)
     block,  # (z, y, x), what the sides are to divide by
@@ -48,7 +48,7 @@ def from_blocks(
     x = rearrange(channels, "b (f g h) z y x -> b 1 (z f) (y g) (x h)", f=fz, g=fy, h=fx)
     return x[..., :shape[0], :shape[1], :shape[2]]
 
-# %% ../../nbs/nets/05_residual.ipynb #15c0504a
+# %% ../../nbs/nets/05_residual.ipynb #61615ce3
 def _digest(*parts):
     "SHA-256 over texts and arrays."
     h = hashlib.sha256()
@@ -73,9 +73,10 @@ class BlockCodec:
 
     def __repr__(self):
         per_voxel = self.channels / math.prod(self.block)
-        return f"{self.kind}: {self.channels} channels of {'×'.join(map(str, self.block))} voxels, {per_voxel:.2g} a voxel"
+        size = "×".join(map(str, self.block))
+        return f"{self.kind}: {self.channels} channels of {size} voxels, {per_voxel:.2g} a voxel"
 
-# %% ../../nbs/nets/05_residual.ipynb #f0c9fea0
+# %% ../../nbs/nets/05_residual.ipynb #91f85f15
 @patch(as_prop=True)
 def exact(self:BlockCodec) -> bool:
     "Whether whatever is decoded averages back to the thick slices, for a box as wide as the slices are apart."
@@ -97,7 +98,7 @@ def _apply(self:BlockCodec, rows, x):
     matrix = torch.as_tensor(self.rows[rows], dtype=x.dtype, device=x.device)
     return torch.einsum("cn,bnzyx->bczyx", matrix, to_blocks(x, self.block))
 
-# %% ../../nbs/nets/05_residual.ipynb #125da4ba
+# %% ../../nbs/nets/05_residual.ipynb #feda0ab5
 @patch
 def condition(self:BlockCodec,
     base:Tensor,  # (b, 1, z, y, x), unit range
@@ -126,14 +127,15 @@ def decode(self:BlockCodec,
     matrix = torch.as_tensor(self.rows["target"], dtype=z.dtype, device=z.device)
     return base + from_blocks(torch.einsum("cn,bczyx->bnzyx", matrix, z), self.block, base.shape[2:])
 
-# %% ../../nbs/nets/05_residual.ipynb #9868f741
+# %% ../../nbs/nets/05_residual.ipynb #400ac6d3
 def whole_blocks(
     valid:Tensor,  # (b, 1, z, y, x) bool: what was measured
     block,  # (z, y, x), voxels
 ) -> Tensor:  # (b, 1, z', y', x') bool
     "The latent voxels whose every voxel was measured."
     short = [-n % f for n, f in zip(valid.shape[2:], block)]
-    return to_blocks(torch.nn.functional.pad(valid, (0, short[2], 0, short[1], 0, short[0])), block).all(1, keepdim=True)
+    padded = torch.nn.functional.pad(valid, (0, short[2], 0, short[1], 0, short[0]))
+    return to_blocks(padded, block).all(1, keepdim=True)
 
 
 @patch
@@ -143,7 +145,7 @@ def cells(self:BlockCodec,
     "See `whole_blocks`."
     return whole_blocks(valid, self.block)
 
-# %% ../../nbs/nets/05_residual.ipynb #8012ca6d
+# %% ../../nbs/nets/05_residual.ipynb #b7752676
 def _kron(along_z, plane): return np.kron(along_z, np.eye(plane * plane)).astype(np.float32)
 
 
@@ -164,7 +166,7 @@ def dct_codec(
     rows = dct(np.eye(factor), axis=0, norm="ortho")
     return BlockCodec("dct", (factor, plane, plane), _kron(rows[0 if keep_mean else 1:], plane), _kron(rows, plane))
 
-# %% ../../nbs/nets/05_residual.ipynb #d0478304
+# %% ../../nbs/nets/05_residual.ipynb #b12b524c
 class Components:
     "Gathers second moments of residual blocks."
 
@@ -187,7 +189,7 @@ class Components:
         self.moments += x.T @ x
         self.count += len(x)
 
-# %% ../../nbs/nets/05_residual.ipynb #71d3102a
+# %% ../../nbs/nets/05_residual.ipynb #2e4a26ac
 @patch
 def codec(self:Components,
     channels:int=10,  # components kept, ≥ 1
@@ -211,7 +213,7 @@ def share(self:Components, channels) -> float:
     values = np.linalg.eigvalsh(self.moments)[::-1]
     return float(values[:channels].sum() / values.sum())
 
-# %% ../../nbs/nets/05_residual.ipynb #35549ed9
+# %% ../../nbs/nets/05_residual.ipynb #1b578867
 class LatentCodec:
     "A residual as the difference of two codes of a frozen autoencoder."
     kind, exact, compresses_z = "maisi", False, False
@@ -228,7 +230,7 @@ class LatentCodec:
     def latent_shape(self, shape): "See `BlockCodec`."; return tuple(-(-n // f) for n, f in zip(shape, self.block))
     def cells(self, valid): "See `whole_blocks`."; return whole_blocks(valid, self.block)
 
-# %% ../../nbs/nets/05_residual.ipynb #d6a7f4e7
+# %% ../../nbs/nets/05_residual.ipynb #446ab879
 @patch
 def condition(self:LatentCodec,
     base:Tensor,  # (b, 1, z, y, x), unit range; what lies outside of it is cut for the autoencoder, which knows no more
