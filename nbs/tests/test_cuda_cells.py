@@ -6,7 +6,9 @@ stand-in cannot say is how fast a GPU is, and what its own arithmetic gives. `RE
 cannot be run so, each with its reason. Neither table may hold what is not there, nor what is not needed.
 """
 import ast
+import inspect
 import json
+import linecache
 import os
 import symtable
 import sys
@@ -147,13 +149,19 @@ GIVEN = {
 }
 
 
+def run(source, name, names):
+    "Execute a cell, whose source can be asked for afterwards, as in a notebook; Triton's kernels are read so."
+    linecache.cache[name] = len(source), None, source.splitlines(True), name
+    exec(compile(source, name, "exec"), names)
+
+
 def executed(case, names):
     "Run what a cell needs, then the cell on the stand-in."
     cells = code_cells(NBS / f"{case[0]}.ipynb")
     sources = smaller(case, [*needed(cells, [k for k, _ in cells].index(case[1])), CELLS[case]])
-    for i, source in enumerate(sources[:-1]): exec(compile(source, f"<{case[0]}, {i}>", "exec"), names)
+    for i, source in enumerate(sources[:-1]): run(source, f"<{case[0]}, {i}>", names)
     names |= {k: make(names) for k, make in GIVEN.get(case[0], {}).items()}
-    with FakeCuda(): exec(compile(sources[-1], f"<{' '.join(case)}>", "exec"), names)
+    with FakeCuda(): run(sources[-1], f"<{' '.join(case)}>", names)
 
 
 def smaller(case, sources):
@@ -188,3 +196,12 @@ def test_a_broken_cell_is_found(scene):
         with FakeCuda(), pytest.raises(error), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exec("import torch\n" + source, scene)
+
+
+def test_the_source_of_a_cell_can_be_read(scene):
+    "Where Triton is installed, a kernel whose source it cannot read is refused; without it nothing would tell."
+    source = "def kernel(x):\n    return x + 1\n"
+    exec(compile(source, "<unread>", "exec"), scene)
+    with pytest.raises(OSError, match="source"): inspect.getsource(scene["kernel"])
+    run(source, "<read>", scene)
+    assert inspect.getsource(scene["kernel"]) == source and scene["kernel"](1) == 2
