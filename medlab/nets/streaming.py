@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LAST', 'SPARE', 'KINDS', 'LIMIT', 'stored_bytes', 'stream']
 
-# %% ../../nbs/nets/03_streaming.ipynb #6f1d0cc1
+# %% ../../nbs/nets/03_streaming.ipynb #60d58ca1
 import contextlib
 import ctypes
 import math
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..core import UnknownName, UserError
 
-# %% ../../nbs/nets/03_streaming.ipynb #97e85dfc
+# %% ../../nbs/nets/03_streaming.ipynb #69d42a28
 LAST = torch.channels_last_3d
 
 
@@ -46,7 +46,7 @@ def _convolved(x, conv, padding=(0, 0, 0)):
     else: y = F.conv3d(x, conv.weight, conv.bias, conv.stride, padding)
     return y.contiguous(memory_format=LAST)
 
-# %% ../../nbs/nets/03_streaming.ipynb #81b46fef
+# %% ../../nbs/nets/03_streaming.ipynb #7b745f53
 class _Conv:
     "A convolution of 3 × 3 × 3 with zeros around, fed in pieces."
     def __init__(self, conv): self.conv, self.rest = conv, None
@@ -61,7 +61,7 @@ class _Conv:
         if x.shape[2] > 2: return _convolved(x, self.conv, (0, 1, 1))
         return _piece(x, 0, (self.conv.out_channels, *x.shape[3:]))
 
-# %% ../../nbs/nets/03_streaming.ipynb #c62936aa
+# %% ../../nbs/nets/03_streaming.ipynb #4d747a24
 class _Down:
     "A convolution with stride 2 and zeros behind the end of each axis, fed in pieces."
     def __init__(self, conv): self.conv, self.rest = conv, None
@@ -75,7 +75,7 @@ class _Down:
         if n: return _convolved(F.pad(x[:, :, :2 * n + 1], (0, 1, 0, 1)), self.conv)
         return _piece(x, 0, (self.conv.out_channels, x.shape[3] // 2, x.shape[4] // 2))
 
-# %% ../../nbs/nets/03_streaming.ipynb #96b04203
+# %% ../../nbs/nets/03_streaming.ipynb #1d10950f
 class _Up:
     "Linear interpolation to twice the resolution, fed in pieces."
     def __init__(self): self.rest = None
@@ -86,7 +86,8 @@ class _Up:
         shape = (x.shape[1], 2 * x.shape[3], 2 * x.shape[4])
         if x.shape[2]: x = F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="trilinear")
         else: x = _piece(x, 0, shape)
-        x = _joined(x[:, :, :1] if self.rest is None else self.rest, x, x[:, :, -1:] if last else None)
+        edge = (x if x.shape[2] else self.rest)[:, :, -1:] if last else None
+        x = _joined(x[:, :, :1] if self.rest is None else self.rest, x, edge)
         self.rest = None
         out = _piece(x, max(0, 2 * x.shape[2] - 4), shape)
         for i, near in ((0, x[:, :, :-2]), (1, x[:, :, 2:])):
@@ -94,7 +95,21 @@ class _Up:
         self.rest = x[:, :, -2:].clone() if x.shape[2] else None
         return out
 
-# %% ../../nbs/nets/03_streaming.ipynb #3775fc86
+# %% ../../nbs/nets/03_streaming.ipynb #0f171119
+def _through(ops, x, last):
+    "The pieces that come out of machines when one is fed, and what they still hold if it is the last."
+    held, empty = [x], []  # so that a machine can let go of what it is fed
+    del x
+    for op in ops:
+        empty.append(held[0].new_empty(*held[0].shape[:2], 0, *held[0].shape[3:]))
+        held.append(op.feed(held.pop(), False))
+    yield held.pop()
+    for i, op in enumerate(ops if last else ()):
+        y = op.feed(empty[i], True)
+        for behind in ops[i + 1:]: y = behind.feed(y, False)
+        if y.shape[2]: yield y
+
+# %% ../../nbs/nets/03_streaming.ipynb #111b3d3c
 class _Norm:
     "A group norm: it collects the moments of all pieces, and is applied when they are known."
     def __init__(self, norm, act=True):
@@ -131,7 +146,7 @@ class _Norm:
         torch.addcmul(self.summand.to(x.dtype), x, self.factor.to(x.dtype), out=x)
         return F.silu(x, inplace=True) if self.act else x
 
-# %% ../../nbs/nets/03_streaming.ipynb #0f690e26
+# %% ../../nbs/nets/03_streaming.ipynb #af86f3b0
 SPARE = 4  # places
 
 
@@ -176,16 +191,19 @@ class _Memory:
 
 class _Pinned(_Memory):
     "Places in memory of the host that a GPU reads and writes by itself, while it computes."
-    def make(self): return torch.empty_like(self.like, device="cpu", memory_format=torch.channels_last, pin_memory=True)
+    def make(self):
+        "Memory of one place."
+        return torch.empty_like(self.like, device="cpu", memory_format=torch.channels_last, pin_memory=True)
+
     def save(self, place, x): self.places[place].copy_(x, non_blocking=True)
     def load(self, place, out): out.copy_(self.places[place], non_blocking=True)
 
-# %% ../../nbs/nets/03_streaming.ipynb #f542f5f6
+# %% ../../nbs/nets/03_streaming.ipynb #88db3330
 def _no_room(folder, error, done):
     free = shutil.disk_usage(folder).free
     return UserError(f"{folder}: {done / 2**30:.2f} GB of activations are written and no more can be "
-        f"({(error.strerror or str(error)).lower()}, {free / 2**30:.2f} GB are free); name a folder on a larger disk, or "
-        "store=\"memory\"")
+        f"({(error.strerror or str(error)).lower()}, {free / 2**30:.2f} GB are free); name a folder on a larger disk, "
+        "or store=\"memory\"")
 
 
 def _past_cache(descriptor):
@@ -204,7 +222,7 @@ def _punch(descriptor, start, size):
         c = ctypes.CDLL(None)
         c.fallocate(descriptor, 3, ctypes.c_long(start), ctypes.c_long(size))  # 3: punch a hole, keep the size
 
-# %% ../../nbs/nets/03_streaming.ipynb #a73500cf
+# %% ../../nbs/nets/03_streaming.ipynb #c1207270
 class _File(_Memory):
     "Places in a file without a name."
     def __init__(self, like, folder):
@@ -228,7 +246,7 @@ class _File(_Memory):
         self.places.clear()
         self.file.close()
 
-# %% ../../nbs/nets/03_streaming.ipynb #8c17eea5
+# %% ../../nbs/nets/03_streaming.ipynb #82152581
 @patch
 def _whole(self:_File, call, place):
     "Read or write a place, in as many calls as the system needs."
@@ -258,7 +276,7 @@ def load(self:_File, place, out):
     self._whole(os.preadv, place)
     out.copy_(self.page)
 
-# %% ../../nbs/nets/03_streaming.ipynb #5fffbb87
+# %% ../../nbs/nets/03_streaming.ipynb #f30a158c
 KINDS = dict(memory=_Memory, pinned=_Pinned, disk=_File)
 
 
@@ -288,7 +306,7 @@ class _Shelves:
         for places in self.held.values(): places.close()
         self.held.clear()
 
-# %% ../../nbs/nets/03_streaming.ipynb #36dc23e8
+# %% ../../nbs/nets/03_streaming.ipynb #3bd323e7
 class _Queue:
     "Slices that wait, first in, first out."
     stored = True
@@ -311,6 +329,8 @@ class _Reader:
     "Pieces of a queue, of any size."
     def __init__(self, queue, forget): self.queue, self.forget, self.at = queue, forget, 0
 
+    def next(self, n): return self.take(n), self.last
+
     def take(self, n):
         "The next n slices, or what is left of them."
         q = self.queue
@@ -324,7 +344,7 @@ class _Reader:
         if self.forget and self.last: q.shelves.leave(q.key)
         return x
 
-# %% ../../nbs/nets/03_streaming.ipynb #ab892c5b
+# %% ../../nbs/nets/03_streaming.ipynb #f84a23a0
 def _bare(conv):
     "The `nn.Conv3d` within MONAI's wrappers."
     while not isinstance(conv, nn.Conv3d): conv = conv.conv
@@ -340,7 +360,7 @@ def _ops_of(block):
     raise UserError(f"a {type(block).__name__} cannot be streamed through depth: it needs all slices at once; take an "
         "AutoencoderKlMaisi without attention and without transposed convolutions, or chunk=0")
 
-# %% ../../nbs/nets/03_streaming.ipynb #12546eca
+# %% ../../nbs/nets/03_streaming.ipynb #8261d80f
 @dataclass
 class _Stage:
     "A residual block, or none, and the machines behind it."
@@ -363,8 +383,8 @@ class _Stage:
 def _stages(module):
     "(machine of the first convolution, stages); raises `UserError` for a network that cannot be streamed."
     blocks = list(getattr(module, "blocks", ()))
-    if not blocks: raise UserError(f"a {type(module).__name__} has no blocks to stream; give the encoder or the decoder "
-        "of an AutoencoderKlMaisi")
+    if not blocks: raise UserError(f"a {type(module).__name__} has no blocks to stream; give the encoder or the "
+        "decoder of an AutoencoderKlMaisi")
     if any(getattr(m, "norm_float16", False) for m in module.modules()):
         raise UserError("norm_float16=True rounds every norm to half; build the autoencoder with norm_float16=False")
     stages = [_Stage()]
@@ -376,7 +396,7 @@ def _stages(module):
             stages[-1].tail += ops
     return stages[0].tail, stages[1:]
 
-# %% ../../nbs/nets/03_streaming.ipynb #dac43d33
+# %% ../../nbs/nets/03_streaming.ipynb #bdf83e5e
 def _flow(shape, ops):
     "((c, y, x), slices for each slice that enters) before and behind each of some machines."
     found, rate = [(tuple(shape), 1.0)], 1.0
@@ -406,7 +426,7 @@ def _recomputed(needs, wanted):
     floor = max(least for least, _ in needs)
     return [wanted and usual > floor for _, usual in needs]
 
-# %% ../../nbs/nets/03_streaming.ipynb #6255438a
+# %% ../../nbs/nets/03_streaming.ipynb #98e4d797
 def stored_bytes(
     module:nn.Module,  # encoder or decoder of an AutoencoderKlMaisi
     shape,  # (b, c, z, y, x) of its input
@@ -419,7 +439,7 @@ def stored_bytes(
     again = _recomputed(needs, recompute)
     return int(b * itemsize * max(least if twice else usual for (least, usual), twice in zip(needs, again)))
 
-# %% ../../nbs/nets/03_streaming.ipynb #47c765ec
+# %% ../../nbs/nets/03_streaming.ipynb #cc1f664a
 LIMIT = 2**31  # elements of a tensor
 
 
@@ -445,7 +465,7 @@ def _slices(shape, ops, budget, limit):
             "elements; crop the volume in the plane")
     return max(1, min(fitting, int(budget / max(rate * size for rate, size in points))))
 
-# %% ../../nbs/nets/03_streaming.ipynb #ebe1f331
+# %% ../../nbs/nets/03_streaming.ipynb #cdace85b
 class _Input:
     "The input behind its first convolution, computed anew for each reader."
     stored = False
@@ -459,9 +479,7 @@ class _Input:
         for op in self.ops: op.start()
         for i in range(0, self.x.shape[2], self.n):
             y = self.x[:, :, i:i + self.n].clone(memory_format=LAST)
-            for op in self.ops: y = op.feed(y, i + self.n >= self.x.shape[2])
-            yield y
-            del y
+            yield from _through(self.ops, y, i + self.n >= self.x.shape[2])
 
     def reader(self, forget):
         "Pieces of any size."
@@ -476,6 +494,8 @@ class _Later:
 
     def put(self, x): self.rest = x if self.rest is None else _joined(self.rest, x)
 
+    def next(self, n): return self.take(n), self.last
+
     def take(self, n):
         "The next n slices, or what is left of them."
         n = min(n, self.left)
@@ -486,7 +506,7 @@ class _Later:
         self.last = self.left == 0
         return x
 
-# %% ../../nbs/nets/03_streaming.ipynb #39799dec
+# %% ../../nbs/nets/03_streaming.ipynb #242150f1
 class _Tee:
     "Leaves a copy of what passes with a `_Later`; norms work in place."
     def __init__(self, later): self.later = later
@@ -509,7 +529,12 @@ class _Add:
         other = self.reader.take(x.shape[2])
         return x.add_(other if self.shortcut is None else _convolved(other, self.shortcut))
 
-# %% ../../nbs/nets/03_streaming.ipynb #1284e494
+# %% ../../nbs/nets/03_streaming.ipynb #910a890e
+def _trim():
+    "Give free memory back to the system, where the C library can; it would keep pieces of other sizes."
+    with contextlib.suppress(OSError, AttributeError): ctypes.CDLL(None).malloc_trim(0)
+
+
 @dataclass
 class _Run:
     "One network over one volume."
@@ -524,11 +549,8 @@ class _Run:
         for op in ops: op.start()
         reader, n = source.reader(forget), _slices(shape, ops, self.budget, self.limit)
         while True:
-            held = [reader.take(n)]  # so that a machine can let go of what it is fed
-            last = reader.last
-            for op in ops: held.append(op.feed(held.pop(), last))
-            yield held.pop()
-            if last: return
+            yield from _through(ops, *reader.next(n))
+            if reader.last: return
 
     def store(self, pieces, norm):
         "Let pieces wait, with the moments of the norm that comes next."
@@ -538,9 +560,10 @@ class _Run:
             queue.put(x)
             del x  # before the next one is made
         norm.finish()
+        if queue.like.device.type == "cpu": _trim()
         return queue
 
-# %% ../../nbs/nets/03_streaming.ipynb #55012b9a
+# %% ../../nbs/nets/03_streaming.ipynb #883d9973
 @patch
 def halves(self:_Run, stage, source, shape):
     "The output of a residual block, with H stored between its halves."
@@ -562,13 +585,13 @@ def twice(self:_Run, stage, source, shape):
     ops = [_Tee(later), stage.norm1, stage.conv1, stage.norm2, stage.conv2, _Add(later, stage.shortcut), *stage.tail]
     yield from self.flow(source, ops, shape, True)
 
-# %% ../../nbs/nets/03_streaming.ipynb #6aba5f85
+# %% ../../nbs/nets/03_streaming.ipynb #a0283cf4
 class _Side(_Tee):
     "Stores the shortcut of what passes."
     def __init__(self, queue, shortcut): self.queue, self.shortcut = queue, shortcut
 
     def feed(self, x, last):
-        self.queue.put(_convolved(x, self.shortcut))
+        if x.shape[2]: self.queue.put(_convolved(x, self.shortcut))
         return x
 
 
@@ -586,7 +609,7 @@ def go(self:_Run, x, again):
         shape = (len(x), *source.like.shape[1:2], *source.like.shape[3:])
     return torch.cat([y.contiguous() for y in self.flow(source, stages[-1].tail, shape, True)], 2)
 
-# %% ../../nbs/nets/03_streaming.ipynb #d8cc672f
+# %% ../../nbs/nets/03_streaming.ipynb #80868d38
 def _check_store(store, x, folder, need):
     "Raise `UserError` where the store cannot be had."
     if store not in KINDS: raise UnknownName("store", store, KINDS)
@@ -608,7 +631,7 @@ def _check_input(module, first, x, chunk):
         raise UserError(f"input {tuple(x.shape)} must be (b, {channels}, z, y, x) for this {type(module).__name__}")
     if chunk != int(chunk) or chunk < 1: raise UserError(f"chunk={chunk} must be an integer ≥ 1 (slices)")
 
-# %% ../../nbs/nets/03_streaming.ipynb #5a3a1ed3
+# %% ../../nbs/nets/03_streaming.ipynb #1611c487
 def _output_elements(first, stages, shape):
     "Of the network's output, at most."
     points = (shape[1], *shape[3:])
@@ -631,8 +654,8 @@ def stream(
     first, stages = _stages(module)
     _check_input(module, first, x, chunk)
     if max(x.numel(), most := _output_elements(first, stages, x.shape)) >= limit:
-        raise UserError(f"input {tuple(x.shape)} or its output has {max(x.numel(), most)} elements; they must stay below "
-            f"{limit}: crop the volume, or take fewer at once")
+        raise UserError(f"input {tuple(x.shape)} or its output has {max(x.numel(), most)} elements; they must stay "
+            f"below {limit}: crop the volume, or take fewer at once")
     again, itemsize = store == "memory" if recompute is None else recompute, first[0].conv.weight.element_size()
     _check_store(store, x, folder, stored_bytes(module, x.shape, again, itemsize))
     shelves, twice = _Shelves(store, folder), _recomputed(_needs(first, stages, tuple(x.shape[1:])), again)
