@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SliceCase', 'read_series', 'SlicePhantom', 'slice_axis', 'SeriesFacts', 'series_facts', 'Scan', 'find_slices']
 
-# %% ../../nbs/slices/02_files.ipynb #ea8be34c
+# %% ../../nbs/slices/02_files.ipynb #85bd6ebd
 import csv
 import json
 import math
@@ -27,7 +27,7 @@ from ..data.split import patient_of
 from ..data.volume import read_volume
 from .phantoms import ct_phantom
 
-# %% ../../nbs/slices/02_files.ipynb #13746c6a
+# %% ../../nbs/slices/02_files.ipynb #0b6471da
 @dataclass(frozen=True)
 class SliceCase:
     "Files of one case. It holds paths only, so that it travels to worker processes."
@@ -51,7 +51,7 @@ class SliceCase:
     @property
     def modalities(self) -> tuple: "The parts that are there."; return tuple(self.files)
 
-# %% ../../nbs/slices/02_files.ipynb #1e718a3b
+# %% ../../nbs/slices/02_files.ipynb #afb882d9
 @patch
 def read(self:SliceCase,
     *parts,  # "thick", "thin"; none: those that are there
@@ -72,7 +72,7 @@ def read_series(
     if path.is_dir() or path.exists() and is_dicom(path): return read_dicom(path, series or None)
     return read_volume(path)
 
-# %% ../../nbs/slices/02_files.ipynb #9b978588
+# %% ../../nbs/slices/02_files.ipynb #304322b8
 class SlicePhantom:
     "A synthetic scan of thin slices as a case; of a pair the thick ones are simulated."
     fault, notes, files = "", (), {}
@@ -92,7 +92,9 @@ class SlicePhantom:
             if p not in self.modalities: raise UnknownName(f"part of {self.name}", p, self.modalities)
         return dict(thin=ct_phantom(self.seed, **self.kw).volume)
 
-# %% ../../nbs/slices/02_files.ipynb #61be92ed
+    def facts(self): "As of `SliceCase`: there are no headers."; return {}
+
+# %% ../../nbs/slices/02_files.ipynb #b80fbf2a
 def slice_axis(
     spacing,  # of three axes in the file's order (x, y, z), mm
 ) -> int:  # 0, 1 or 2
@@ -103,7 +105,7 @@ def slice_axis(
     far = [i for i in range(3) if spacing[i] > 1.5 * max(others[i])]
     return next(iter(odd + far), 2)
 
-# %% ../../nbs/slices/02_files.ipynb #a8d26d74
+# %% ../../nbs/slices/02_files.ipynb #951bc2b3
 _MORE = ("PatientID", "FrameOfReferenceUID", "StudyInstanceUID")
 _NOBODY = re.compile(r"(anon.*|unknown|none|patient|null|[0\-_ ]*)", re.IGNORECASE)  # names that are of no one
 
@@ -130,7 +132,7 @@ def _headers_by_series(folder):
         if h.get("Rows"): groups.setdefault(str(h.get("SeriesInstanceUID") or ""), []).append(h)
     return groups
 
-# %% ../../nbs/slices/02_files.ipynb #e438ee9a
+# %% ../../nbs/slices/02_files.ipynb #8327fcee
 def _facts(h):
     "The facts of one header."
     text, places = (lambda k: str(h.get(k) or "").strip()), _places(h)[0]
@@ -151,7 +153,13 @@ def series_facts(
     means = lambda uid, h: str(series) in ("", uid, str(h.get("SeriesNumber")))
     return next((_facts(g[0]) for uid, g in _headers_by_series(path).items() if means(uid, g[0])), SeriesFacts())
 
-# %% ../../nbs/slices/02_files.ipynb #032a0a64
+
+@patch
+def facts(self:SliceCase) -> dict:  # part → `SeriesFacts`
+    "What the headers of its parts say."
+    return {p: series_facts(f, dict(thick=self.thick_series, thin=self.thin_series)[p]) for p, f in self.files.items()}
+
+# %% ../../nbs/slices/02_files.ipynb #a348e14d
 _WORDS = re.compile(r"(?:^|[-_. ])(thick|thin|\d+(?:[.p]\d+)?\s?mm)(?=$|[-_. ])", re.IGNORECASE)
 
 
@@ -178,7 +186,7 @@ class Scan:
 
 def _stem(path): return re.sub(r"\.nii(\.gz)?$", "", path.name, flags=re.IGNORECASE)
 
-# %% ../../nbs/slices/02_files.ipynb #e504fa9e
+# %% ../../nbs/slices/02_files.ipynb #4afd3d1b
 def _nifti_scan(path):
     "A NIfTI file as a scan."
     try:
@@ -204,14 +212,14 @@ def _dicom_scans(folder):
         at = _by_position(slices)[1]
         yield replace(scan, step=float(np.median(np.diff(at))) if len(at) > 1 else math.nan, slices=len(at))
 
-# %% ../../nbs/slices/02_files.ipynb #03ded755
+# %% ../../nbs/slices/02_files.ipynb #cba70c0b
 def _scans_in(folder, files):
     "The scans that lie directly in a folder."
     volumes = [_nifti_scan(p) for p in files if is_volume(p)]
     holds = any(not is_volume(p) and p.stat().st_size > 132 and is_dicom(p) for p in files)
     return volumes + ([*_dicom_scans(folder)] if holds else [])
 
-# %% ../../nbs/slices/02_files.ipynb #9e90d0e8
+# %% ../../nbs/slices/02_files.ipynb #086fe386
 def _usable(scans):
     "(scans that can be a thick or a thin volume, notes on those left out)"
     notes, left = [], list(scans)
@@ -233,7 +241,7 @@ def _nearest(scans, step, what):
     names = ", ".join(map(str, (first, *twins)))
     return first, f"{len(twins) + 1} scans may be the {what} one: {names}; name them in a list, or leave one there"
 
-# %% ../../nbs/slices/02_files.ipynb #eee9af8a
+# %% ../../nbs/slices/02_files.ipynb #73264855
 def _choose(scans, factor, lone):
     "(thin or None, thick or None, fault, notes) among the scans of one patient."
     left, notes = _usable(scans)
@@ -254,7 +262,7 @@ def _choose(scans, factor, lone):
     if len(left) > 2: notes = [*notes, f"of {len(left)} scans, {thin} is taken as thin and {thick} as thick"]
     return thin, thick, fault, notes
 
-# %% ../../nbs/slices/02_files.ipynb #a1fa46ba
+# %% ../../nbs/slices/02_files.ipynb #ae63716e
 def _bare(text):
     "A name without the words that tell thick from thin."
     while (m := _WORDS.search(text)): text = text[:m.start()] + text[m.end():]
@@ -278,7 +286,7 @@ def _patients(root, scans):
         found.setdefault(frames.setdefault(frame, key) if frame else key, []).append(s)
     return found
 
-# %% ../../nbs/slices/02_files.ipynb #64ec4035
+# %% ../../nbs/slices/02_files.ipynb #e0ab76aa
 def _by_frame(name, scans):
     "(name, scans) of one case each: several frames of reference are several cases."
     frames = list(dict.fromkeys(s.facts.frame for s in scans if s.facts.frame))
@@ -300,7 +308,7 @@ def _case(name, scans, factor, lone):
     return SliceCase(name, **paths, patient=patient, fault=fault, notes=tuple(notes),
                      **{f"{p}_series": u for p, u in series.items()})
 
-# %% ../../nbs/slices/02_files.ipynb #755787e2
+# %% ../../nbs/slices/02_files.ipynb #ccdf50e9
 _COLUMNS = ("case", "thin", "thick", "patient", "thin_series", "thick_series")
 
 
@@ -315,7 +323,7 @@ def _rows(path):
     raise UserError(f"{path}: must be a list of entries such as "
                     '{"thin": "a/thin.nii.gz", "thick": "a/thick.nii.gz"}')
 
-
+# %% ../../nbs/slices/02_files.ipynb #4b2862d0
 def _entry(path, i, row):
     "One row of a list as a case."
     for k in row:
@@ -330,7 +338,7 @@ def _entry(path, i, row):
     return SliceCase(name, **files, patient=text["patient"], fault=fault, thin_series=text["thin_series"],
                      thick_series=text["thick_series"])
 
-# %% ../../nbs/slices/02_files.ipynb #5c7cc600
+# %% ../../nbs/slices/02_files.ipynb #7364cc5f
 def _found(root, factor, lone):
     "The cases at a path."
     if root.is_file() and root.suffix.lower() in (".csv", ".json"):
@@ -342,7 +350,7 @@ def _found(root, factor, lone):
     parts = [part for name, every in _patients(root, scans).items() for part in _by_frame(name, every)]
     return [_case(*part, factor, lone) for part in parts]
 
-
+# %% ../../nbs/slices/02_files.ipynb #ef608d19
 def find_slices(
     root,  # a folder in one of the layouts above, a list (.csv, .json), or one volume
     factor:int=5,  # wanted ratio of the slice distances, where there is a choice
