@@ -6,7 +6,7 @@
 __all__ = ['WINDOW', 'PLANES', 'HU_RANGES', 'plane_scores', 'slice_scores', 'rplhr_scores', 'detail', 'consistency', 'tissue_mae',
            'Paired', 'paired']
 
-# %% ../../nbs/slices/07_scores.ipynb #3420a3c7
+# %% ../../nbs/slices/07_scores.ipynb #cbf28b51
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from skimage.metrics import structural_similarity
 from ..core import UnknownName, UserError
 from .profile import average
 
-# %% ../../nbs/slices/07_scores.ipynb #1e11e7d6
+# %% ../../nbs/slices/07_scores.ipynb #5bc5e8c0
 WINDOW = (-1000.0, 1000.0)  # HU
 
 
@@ -38,7 +38,7 @@ def _refuse_shapes(made, truth, valid):
     if not truth.size or valid is not None and not valid.any():
         raise UserError("no voxel counts: the mask is empty; valid=None counts all")
 
-# %% ../../nbs/slices/07_scores.ipynb #fa61c190
+# %% ../../nbs/slices/07_scores.ipynb #8224d858
 def _refuse_nonfinite(name, x, valid):
     "(lowest, highest) value that counts; raises for NaN and Inf, slice by slice."
     low, high = math.inf, -math.inf
@@ -51,7 +51,7 @@ def _refuse_nonfinite(name, x, valid):
         if counted.size: low, high = min(low, float(counted.min())), max(high, float(counted.max()))
     return low, high
 
-# %% ../../nbs/slices/07_scores.ipynb #59774fe0
+# %% ../../nbs/slices/07_scores.ipynb #b183aeba
 @dataclass(frozen=True, eq=False)
 class _Pair:
     "Two volumes in HU, which voxels of them count, and the window."
@@ -68,7 +68,7 @@ class _Pair:
         count = self.valid[index]
         return np.where(count, a, dtype(0)), np.where(count, b, dtype(0)), count
 
-# %% ../../nbs/slices/07_scores.ipynb #2c337903
+# %% ../../nbs/slices/07_scores.ipynb #f6fdb24c
 def _pair(made, truth, valid, window):
     "Both volumes, checked."
     made, truth = _array(made), _array(truth)
@@ -82,7 +82,7 @@ def _pair(made, truth, valid, window):
     raise UserError(f"the truth goes from {low:g} to {high:g} HU where it counts: that is no CT in HU; multiply unit "
                     "values by the window's width and add its lower end first")
 
-# %% ../../nbs/slices/07_scores.ipynb #42d0d67b
+# %% ../../nbs/slices/07_scores.ipynb #78485c03
 def _decibels(mse): return -10 * math.log10(mse) if mse else math.inf
 
 
@@ -97,7 +97,7 @@ def _errors(parts):
 
 def _width(pair): return pair.window[1] - pair.window[0]
 
-# %% ../../nbs/slices/07_scores.ipynb #27cddf3b
+# %% ../../nbs/slices/07_scores.ipynb #bc756c0a
 _SIDE = 7  # of SSIM's window, voxels
 
 
@@ -120,7 +120,7 @@ def _whole_ssim(pair, slab=12):
     raise UserError(f"no voxel that counts has a window of {_SIDE}³ voxels within the volume {pair.truth.shape}: "
                     "it is too small, or the mask is")
 
-# %% ../../nbs/slices/07_scores.ipynb #3bbbc8b4
+# %% ../../nbs/slices/07_scores.ipynb #6d39fc51
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}  # axis of (z, y, x) across the slices
 
 
@@ -139,7 +139,7 @@ def _planes(pair, axis, rows, many=8):
         index[axis] = slice(start, min(start + many, places.stop))
         yield from zip(*(np.moveaxis(p, axis, 0) for p in pair.at(tuple(index))))
 
-# %% ../../nbs/slices/07_scores.ipynb #3ccce053
+# %% ../../nbs/slices/07_scores.ipynb #4a68b3ba
 def _slice_score(a, b, count):
     "(psnr, ssim, mean absolute error) of one slice; None where the truth is constant, or too little of it counts."
     if not count.any() or np.ptp(b[count]) == 0: return None
@@ -150,7 +150,7 @@ def _slice_score(a, b, count):
     error, mse = _errors([(a, b, count)])
     return _decibels(mse), total / n, error
 
-# %% ../../nbs/slices/07_scores.ipynb #c168c1be
+# %% ../../nbs/slices/07_scores.ipynb #7275981f
 def plane_scores(
     made,  # (z, y, x) HU, array or tensor
     truth,  # same shape, HU
@@ -169,7 +169,7 @@ def plane_scores(
     means = np.mean(scores, 0) * (1, 1, _width(pair))
     return {f"{k}_{plane}": float(m) for k, m in zip(("psnr", "ssim", "mae"), means)} | {f"slices_{plane}": len(scores)}
 
-# %% ../../nbs/slices/07_scores.ipynb #4475eca0
+# %% ../../nbs/slices/07_scores.ipynb #a54f2d6f
 def slice_scores(
     made,  # (z, y, x) HU, array or tensor
     truth,  # same shape, HU
@@ -183,7 +183,7 @@ def slice_scores(
     whole = dict(psnr=_decibels(mse), ssim=_whole_ssim(pair), mae=error * _width(pair))
     return whole | plane_scores(pair.made, pair.truth, pair.valid, edge=edge, window=window)
 
-# %% ../../nbs/slices/07_scores.ipynb #296c6d0c
+# %% ../../nbs/slices/07_scores.ipynb #00c25f78
 def _gaussian_ssim(a, b):
     "Mean SSIM of a slice in [0, 1] with a Gaussian window of 11×11 and zeros beyond the rim."
     a, b = (np.pad(v.astype(np.float32), 5) for v in (a, b))
@@ -204,7 +204,7 @@ def rplhr_scores(
     similarity = [_gaussian_ssim(*pair.at(k)[:2]) for k in places]
     return dict(psnr_rplhr=_decibels(_errors(map(pair.at, places))[1]), ssim_rplhr=float(np.mean(similarity)))
 
-# %% ../../nbs/slices/07_scores.ipynb #58233ae0
+# %% ../../nbs/slices/07_scores.ipynb #68e2d9d7
 def detail(
     made,  # (z, y, x) HU, array or tensor
     truth,  # same shape, HU
@@ -219,7 +219,7 @@ def detail(
     if total[1]: return float(total[0] / total[1])
     raise UserError("the truth is the same in all slices where it counts: there is no detail along z to compare with")
 
-# %% ../../nbs/slices/07_scores.ipynb #329801f4
+# %% ../../nbs/slices/07_scores.ipynb #348b9af1
 def consistency(
     made,  # (N, y, x) HU, array or tensor, finite
     thick,  # (K, y, x) HU, as acquired
@@ -241,7 +241,7 @@ def consistency(
     if np.isfinite(worst): return dict(back_max=float(worst), back_mean=float(total / valid.sum()))
     raise UserError("made or thick holds NaN or Inf where thick slices were measured; mend the step that made them")
 
-# %% ../../nbs/slices/07_scores.ipynb #7a797a4d
+# %% ../../nbs/slices/07_scores.ipynb #a8c310b9
 HU_RANGES = {"air": (-math.inf, -900.0), "lung": (-900.0, -500.0), "soft": (-500.0, 300.0), "bone": (300.0, math.inf)}
 
 
@@ -261,7 +261,7 @@ def tissue_mae(
         sums += [np.bincount(tissue, w, len(HU_RANGES)) for w in (off, None)]
     return {f"mae_{name}": float(s / n) if n else None for name, s, n in zip(HU_RANGES, *sums)}
 
-# %% ../../nbs/slices/07_scores.ipynb #3d468302
+# %% ../../nbs/slices/07_scores.ipynb #6370d0ee
 @dataclass(frozen=True, repr=False)
 class Paired:
     "Two methods compared on the same cases."
@@ -281,7 +281,7 @@ class Paired:
         "Whether p is below 0.05."
         return self.p < 0.05
 
-# %% ../../nbs/slices/07_scores.ipynb #8bb6018a
+# %% ../../nbs/slices/07_scores.ipynb #706aa5e7
 def _wilcoxon(d):
     "(two-sided p of the signed-rank test, whether it is exact) of differences without zeros."
     if not len(d): return 1.0, True
@@ -300,7 +300,7 @@ def _interval(d):
     half = stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / math.sqrt(len(d))
     return float(d.mean() - half), float(d.mean() + half)
 
-# %% ../../nbs/slices/07_scores.ipynb #771003ba
+# %% ../../nbs/slices/07_scores.ipynb #c06b72d0
 def _refuse_rows(rows, names):
     "Raise for columns that are not there, and for a case that stands in several rows."
     known = dict.fromkeys(k for r in rows for k in r)
@@ -311,7 +311,7 @@ def _refuse_rows(rows, names):
         raise UserError(f"case {cases[0][0]!r} stands in {cases[0][1]} rows, which are not independent; average them "
                         "first")
 
-# %% ../../nbs/slices/07_scores.ipynb #3172a3e0
+# %% ../../nbs/slices/07_scores.ipynb #7dd9beb9
 def paired(
     rows,  # dictionaries, one a case, such as those of a `Table`
     a:str,  # column of one method, such as "psnr"
@@ -328,7 +328,7 @@ def paired(
     least = min(1.0, 2.0 ** (1 - differ))
     return Paired(a, b, len(d), float(d.mean()), *_interval(d), p, exact, least, len(rows) - len(good))
 
-# %% ../../nbs/slices/07_scores.ipynb #84f464f1
+# %% ../../nbs/slices/07_scores.ipynb #8659ab45
 def _verdict(self):
     "What follows from p."
     if self.decided: return "decided"

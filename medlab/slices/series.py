@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WrittenSeries', 'write_series']
 
-# %% ../../nbs/slices/04_series.ipynb #5bf15b27
+# %% ../../nbs/slices/04_series.ipynb #7eae0004
 import contextlib
 import hashlib
 import os
@@ -32,7 +32,7 @@ from ..core import UserError, optional
 from ..data.dicom import _affine, _headers, _one_series, _refuse_mixture, _slices, _sort, _stack
 from ..data.volume import Volume, _refuse_affine, _refuse_nonfinite
 
-# %% ../../nbs/slices/04_series.ipynb #6b9550f4
+# %% ../../nbs/slices/04_series.ipynb #b93228f5
 # patient axis (right, anterior, superior) across the slices → where columns, rows and slices grow
 _USUAL = {0: "PIR", 1: "LIP", 2: "LPS"}
 
@@ -47,7 +47,7 @@ def _turned(volume, like):
     affine = volume.affine @ orientations.inv_ornt_aff(turn, data.shape)
     return orientations.apply_orientation(data, turn).T, np.diag([-1.0, -1, 1, 1]) @ affine
 
-# %% ../../nbs/slices/04_series.ipynb #aaea83ae
+# %% ../../nbs/slices/04_series.ipynb #c9dbc6a1
 @dataclass(frozen=True, eq=False)
 class _Stack:
     "Where the slices lie, LPS mm."
@@ -76,7 +76,7 @@ def _stack_of(name, affine, shape):
     v = v - lean * u
     return _Stack(affine[:3, 3], np.array([u, v / np.linalg.norm(v)]), pixel, affine[:3, 2])
 
-# %% ../../nbs/slices/04_series.ipynb #058857fc
+# %% ../../nbs/slices/04_series.ipynb #740dadf1
 @dataclass(frozen=True, eq=False)
 class _Source:
     "The series that a volume was made from."
@@ -103,7 +103,7 @@ def _images(slices):
     named = [(float(np.mean([s.position @ s.normal for s in g])), *_image_uids(g[0].header)) for g in files.values()]
     return [n for n in named if n[1] and n[2]], len(files)
 
-# %% ../../nbs/slices/04_series.ipynb #2d6e14ef
+# %% ../../nbs/slices/04_series.ipynb #eac828ed
 def _lacks(header, named, files):
     "What a source lacks, a sentence each."
     if not header.get("StudyInstanceUID"): yield "the source names no study: the series has one of its own"
@@ -127,7 +127,7 @@ def _read_source(path, series):
     uid, shape = str(header.get("SeriesInstanceUID") or ""), (*first[0].size[::-1], len(first))
     return _Source(path, header, uid, images, affine, shape, notes)
 
-# %% ../../nbs/slices/04_series.ipynb #da26208d
+# %% ../../nbs/slices/04_series.ipynb #6d54a77f
 def _refuse_elsewhere(volume, source):
     "Raise where a volume reaches out of the series that it is said to come from."
     ends = [(0, n - 1) for n in volume.shape[::-1]]
@@ -139,7 +139,7 @@ def _refuse_elsewhere(volume, source):
     raise UserError(f"{volume} reaches {far.max():.1f} mm out of the series {source.path} along its "
                     f"{('rows', 'columns', 'slices')[far.argmax()]}: another patient's? Give the one it was made from")
 
-# %% ../../nbs/slices/04_series.ipynb #ed14bab8
+# %% ../../nbs/slices/04_series.ipynb #199efd1c
 def _checked_text(text, what, most, charset):
     "A text that DICOM can hold; raises `UserError` for others."
     if len(text) > most: raise UserError(f"{what} has {len(text)} characters, and at most {most} fit: {text!r}")
@@ -155,7 +155,7 @@ def _labelled(text):
     "A text with the word synthetic in it."
     return text if "synthetic" in text.lower() else f"synthetic: {text}" if text else "synthetic"
 
-# %% ../../nbs/slices/04_series.ipynb #8592c38f
+# %% ../../nbs/slices/04_series.ipynb #a0eb6301
 class _Names:
     "The UIDs of a series, random or from a hash."
 
@@ -167,7 +167,7 @@ class _Names:
         if self.digest is None: return str(self.hd.UID.from_uuid(str(uuid.uuid4())))
         return str(self.hd.UID.from_uuid(str(uuid.uuid5(uuid.NAMESPACE_OID, "/".join(map(str, (self.digest, *what)))))))
 
-# %% ../../nbs/slices/04_series.ipynb #6c119068
+# %% ../../nbs/slices/04_series.ipynb #b508c578
 def _stored(plane, slope):
     "A slice as it is stored, int16."
     return np.rint(plane / np.float64(slope)).astype("<i2")
@@ -185,7 +185,7 @@ def _refuse_values(volume, slope):
     raise UserError(f"{name}: values from {low:.6g} to {high:.6g} HU do not fit 16 bits in steps of {slope:g} HU "
                     f"({-2 ** 15 * slope:g} to {(2 ** 15 - 1) * slope:g}); is it in HU? Otherwise give a larger slope")
 
-# %% ../../nbs/slices/04_series.ipynb #fe096b0a
+# %% ../../nbs/slices/04_series.ipynb #7087a307
 def _shared(hd, source, uids, moment, number, texts):
     "The data set of the first slice, but for its place and pixels."
     ds = hd.SOPClass(
@@ -201,7 +201,7 @@ def _shared(hd, source, uids, moment, number, texts):
     ds.SeriesDescription, ds.DerivationDescription = texts
     return ds
 
-# %% ../../nbs/slices/04_series.ipynb #57d5c4c6
+# %% ../../nbs/slices/04_series.ipynb #5a681244
 _KEPT = """SpecificCharacterSet FrameOfReferenceUID PositionReferenceIndicator PatientPosition BodyPartExamined
     Laterality KVP ContrastBolusAgent WindowCenter WindowWidth LossyImageCompression LossyImageCompressionRatio
     LossyImageCompressionMethod""".split()
@@ -223,7 +223,7 @@ def _copy(ds, header):
         if header.get(name) not in (None, ""): ds.add(header[name])
     ds.StudyInstanceUID = header.get("StudyInstanceUID") or study
 
-# %% ../../nbs/slices/04_series.ipynb #28655086
+# %% ../../nbs/slices/04_series.ipynb #0b904bc9
 def _describe(ds, stack, shape, slope):
     "Set what all slices of a CT share."
     number = lambda *values: [format_number_as_ds(float(v)) for v in values]
@@ -238,7 +238,7 @@ def _describe(ds, stack, shape, slope):
     ds.HighBit, ds.PixelRepresentation = 15, 1
     ds.RescaleIntercept, ds.RescaleSlope, ds.RescaleType = "0", number(slope)[0], "HU"
 
-# %% ../../nbs/slices/04_series.ipynb #d51c9f5c
+# %% ../../nbs/slices/04_series.ipynb #ec61afd2
 def _reference(kind, uid):
     item = Dataset()
     item.ReferencedSOPClassUID, item.ReferencedSOPInstanceUID = kind, uid
@@ -255,7 +255,7 @@ def _refer(ds, source):
         ds.ReferencedSeriesSequence = [series]
     return items
 
-# %% ../../nbs/slices/04_series.ipynb #3d2b41be
+# %% ../../nbs/slices/04_series.ipynb #65c4a1b9
 def _place(ds, k, stack, uid, items):
     "Make the data set that of slice k."
     at = stack.origin + k * stack.step
@@ -274,7 +274,7 @@ def _bytes(ds, plane):
     pydicom.dcmwrite(buffer, ds, enforce_file_format=True)
     return buffer.getvalue()
 
-# %% ../../nbs/slices/04_series.ipynb #c34b5ca6
+# %% ../../nbs/slices/04_series.ipynb #260058a7
 def _refuse_folder(folder):
     "Raise where something lies already."
     if folder.is_dir() and any(folder.iterdir()):
@@ -297,7 +297,7 @@ def _sync_folder(path):
     try: os.fsync(handle)
     finally: os.close(handle)
 
-# %% ../../nbs/slices/04_series.ipynb #c70c695f
+# %% ../../nbs/slices/04_series.ipynb #7ec7e1cc
 def _write_folder(folder, files):
     "Write (name, bytes) into a folder that appears whole or not at all; raises `UserError` where it cannot be written."
     part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
@@ -312,7 +312,7 @@ def _write_folder(folder, files):
         raise UserError(f"{folder}: cannot be written: {(e.strerror or str(e)).lower()}; nothing of it was kept") from e
     finally: shutil.rmtree(part, ignore_errors=True)
 
-# %% ../../nbs/slices/04_series.ipynb #a2ebe4c5
+# %% ../../nbs/slices/04_series.ipynb #c275b053
 @dataclass(frozen=True)
 class WrittenSeries:
     "A series that was written."
@@ -324,7 +324,7 @@ class WrittenSeries:
 
     def __str__(self): return "; ".join([f"{self.folder}: {self.files} slices, series {self.series_uid}", *self.notes])
 
-# %% ../../nbs/slices/04_series.ipynb #087f4fa6
+# %% ../../nbs/slices/04_series.ipynb #33fb6fda
 @dataclass(frozen=True, eq=False)
 class _Job:
     "What is written, checked."
@@ -342,7 +342,7 @@ class _Job:
         object.__setattr__(self, "planes", planes)
         object.__setattr__(self, "stack", _stack_of(self.volume.name or "volume", affine, planes.shape))
 
-# %% ../../nbs/slices/04_series.ipynb #6c99c590
+# %% ../../nbs/slices/04_series.ipynb #016f42d7
 @patch
 def digest(self:_Job, seed):
     "A hash of the seed and of everything that is written."
@@ -364,7 +364,7 @@ def files(self:_Job, ds, uids):
         _place(ds, k, self.stack, uids("image", k), items)
         yield f"{k + 1:0{width}d}.dcm", _bytes(ds, _stored(plane, self.slope))
 
-# %% ../../nbs/slices/04_series.ipynb #eb901dcb
+# %% ../../nbs/slices/04_series.ipynb #d2ec4215
 def _checked_job(volume, source, series, texts, slope, number, moment):
     "A job; raises `UserError` for what cannot be written."
     _refuse_values(volume, slope)
@@ -376,7 +376,7 @@ def _checked_job(volume, source, series, texts, slope, number, moment):
     limits = zip(map(_labelled, texts), ("the description", "the derivation"), (64, 1024))
     return _Job(volume, found, tuple(_checked_text(*t, charset) for t in limits), slope, number, moment)
 
-# %% ../../nbs/slices/04_series.ipynb #2d3d7fe2
+# %% ../../nbs/slices/04_series.ipynb #270bd4a6
 def write_series(
     volume:Volume,  # (z, y, x) in HU, its slices `data[k]`
     folder,  # to be made; it may be there, if empty
