@@ -6,7 +6,7 @@
 __all__ = ['DAY', 'content_hash', 'latents_key', 'Moments', 'Latents', 'open_latents', 'cache_folder', 'LatentStore',
            'latents_bytes', 'LatentDataset']
 
-# %% ../../nbs/slices/05_latents.ipynb #410f55aa
+# %% ../../nbs/slices/05_latents.ipynb #da3e888e
 import contextlib
 import hashlib
 import json
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..core import CaseFault, UserError
 
-# %% ../../nbs/slices/05_latents.ipynb #8375c099
+# %% ../../nbs/slices/05_latents.ipynb #2c48e11a
 _BLOCK = 2**22  # bytes read at once
 
 
@@ -58,7 +58,7 @@ def latents_key(
     text = json.dumps([2, content, codec, settings], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-# %% ../../nbs/slices/05_latents.ipynb #820539b7
+# %% ../../nbs/slices/05_latents.ipynb #7d26520d
 @dataclass(frozen=True)
 class Moments:
     "Sums over latent voxels, for each channel."
@@ -90,7 +90,7 @@ def std(self:Moments) -> np.ndarray:
     varies = variance > 1e-12 * np.maximum(1e-12, self.squares / max(self.count, 1))
     return np.sqrt(np.where(varies, variance, 1))
 
-# %% ../../nbs/slices/05_latents.ipynb #01398b2d
+# %% ../../nbs/slices/05_latents.ipynb #d87bd98b
 @dataclass
 class Latents:
     "The latents of one case in a file."
@@ -106,7 +106,7 @@ class Latents:
     @property
     def nbytes(self) -> int: "Bytes of the arrays."; return sum(_size(a) for a in self.arrays.values())
 
-# %% ../../nbs/slices/05_latents.ipynb #37320f52
+# %% ../../nbs/slices/05_latents.ipynb #426a835d
 _TYPES = {"F16": np.float16, "U8": np.uint8}
 
 
@@ -140,7 +140,7 @@ def _whole(path, arrays, hashes):
     if os.path.getsize(path) != max(a["at"] + _size(a) for a in arrays.values()): return False
     with open(path, "rb") as f: return all(_array_hash(f, a) == hashes[k] for k, a in arrays.items())
 
-# %% ../../nbs/slices/05_latents.ipynb #c334c233
+# %% ../../nbs/slices/05_latents.ipynb #23265e15
 def _moments(stored): return {k: Moments(m[0], np.array(m[1]), np.array(m[2])) for k, m in stored.items()}
 
 
@@ -155,7 +155,7 @@ def open_latents(
         return Latents(path, arrays, _moments(json.loads(meta["moments"])), json.loads(meta["facts"]))
     except (OSError, ValueError, KeyError, TypeError): return None
 
-# %% ../../nbs/slices/05_latents.ipynb #36284c2c
+# %% ../../nbs/slices/05_latents.ipynb #41b96b64
 @patch
 def mark_used(self:Latents):
     "Note in the file's time that it is in use, once an hour, so that no other run takes it for old."
@@ -186,7 +186,7 @@ def read(self:Latents,
     self.mark_used()
     return np.frombuffer(raw, a["dtype"]).reshape(count, *a["shape"][1:]).swapaxes(0, 1)
 
-# %% ../../nbs/slices/05_latents.ipynb #2d3eb172
+# %% ../../nbs/slices/05_latents.ipynb #ea4ba38a
 DAY = 86_400  # s
 
 
@@ -212,7 +212,7 @@ class LatentStore:
         "The latents of a key; None where they are not there, or damaged."
         return open_latents(self.path(key))
 
-# %% ../../nbs/slices/05_latents.ipynb #33c10856
+# %% ../../nbs/slices/05_latents.ipynb #08a0baaf
 def latents_bytes(
     shape,  # (z, y, x), latent voxels
     channels:int,  # of condition and target together
@@ -254,13 +254,14 @@ def _no_room(self:LatentStore, needed, held):
         f"younger than a day: together more than latents_gb={self.limit / 1e9:g}; raise it, or take a codec of fewer "
         "channels, or fewer cases")
 
-# %% ../../nbs/slices/05_latents.ipynb #addf41c1
+# %% ../../nbs/slices/05_latents.ipynb #9625a4aa
 def _as_half(name, x):
     "(c, z, y, x) as (z, c, y, x) in half precision; raises `UserError` for what does not fit."
     half = x.detach().cpu().half().movedim(1, 0).contiguous()
     if half.isfinite().all(): return half
     most = float(x.abs().nan_to_num(math.inf).max())
-    raise UserError(f"{name} holds values up to {most:g}, which half precision cannot store; is the codec's file sound?")
+    raise UserError(f"{name} holds values up to {most:g}, which half precision cannot store; is the codec's "
+        "file sound?")
 
 
 @patch
@@ -285,7 +286,7 @@ def put(self:LatentStore,
         with contextlib.suppress(OSError): part.unlink()
     return self.get(key)
 
-# %% ../../nbs/slices/05_latents.ipynb #a857f0dd
+# %% ../../nbs/slices/05_latents.ipynb #b964c8b0
 @patch
 def _write(self:LatentStore, part, key, arrays, meta):
     "Write a file, then give it its name."
@@ -297,7 +298,7 @@ def _write(self:LatentStore, part, key, arrays, meta):
     with open(part, "rb") as f: os.fsync(f.fileno())
     os.replace(part, self.path(key))
 
-# %% ../../nbs/slices/05_latents.ipynb #d12be377
+# %% ../../nbs/slices/05_latents.ipynb #221103db
 def _take(x, box):
     "A box of (c, z, y, x), its edge repeated where it reaches beyond."
     lo = [max(0, -a) for a, _ in box]
@@ -330,7 +331,7 @@ class LatentDataset(torch.utils.data.Dataset):
         if not isinstance(key, tuple): raise UserError(f"item {key!r} needs a seed: ask for ds[index, seed]")
         return self._item(int(key[0]), np.random.default_rng(int(key[1])))
 
-# %% ../../nbs/slices/05_latents.ipynb #7e0184fc
+# %% ../../nbs/slices/05_latents.ipynb #745700d1
 @patch
 def _slices(self:LatentDataset, latents, name, box):
     "A box of an array of a file."
@@ -340,15 +341,23 @@ def _slices(self:LatentDataset, latents, name, box):
 
 
 @patch
+def _cells(self:LatentDataset, latents, box):
+    "(1, z, y, x) uint8: what counts in a box; what lies outside of the volume does not."
+    cells = self._slices(latents, "cells", box).copy()
+    for axis, ((a, b), n) in enumerate(zip(box, latents.shape), 1):
+        outside = (np.arange(a, b) < 0) | (np.arange(a, b) >= n)
+        cells.swapaxes(0, axis)[outside] = 0
+    return cells
+
+
+@patch
 def _item(self:LatentDataset, index, rng):
     "See `__getitem__`."
     latents, name = self.latents[index], self.names[index]
     for _ in range(8):
         box = _draw_box(latents.shape, self.size, rng)
-        cells = self._slices(latents, "cells", box).copy()
-        for axis, ((a, b), n) in enumerate(zip(box, latents.shape), 1):
-            outside = (np.arange(a, b) < 0) | (np.arange(a, b) >= n)
-            cells.swapaxes(0, axis)[outside] = 0
+        cells = self._cells(latents, box)
         if cells.mean() >= 0.5: break
+    if not cells.any(): raise CaseFault(name, f"no voxel counts in eight places of {self.size} latent voxels")
     made = {k: np.ascontiguousarray(self._slices(latents, k, box), np.float32) for k in ("condition", "target")}
     return {k: torch.from_numpy(v) for k, v in made.items()} | dict(cells=torch.from_numpy(cells > 0), case=name)
