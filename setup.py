@@ -30,9 +30,9 @@ def classifiers():
 
 
 def extras():
-    "The extras; `dev` is everything a developer needs, so it holds `lab` and `track` too."
+    "The extras; `dev` is everything a developer needs, so it holds `lab`, `track` and `dicom` too."
     found = {k.removesuffix("_requirements"): words(k) for k in cfg if k.endswith("_requirements")}
-    return {**found, "dev": found["lab"] + found["track"] + found["dev"]}
+    return {**found, "dev": found["lab"] + found["track"] + found["dicom"] + found["dev"]}
 
 
 class BuildWithTutorials(build_py):

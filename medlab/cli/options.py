@@ -25,7 +25,9 @@ from ..run.older_names import current_name
 # %% ../../nbs/cli/00_options.ipynb #62b328c7
 RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"),
     restoration=("medlab.recipes.restoration", "Restoration"),
-    segmentation=("medlab.recipes.segmentation", "Segmentation"))
+    segmentation=("medlab.recipes.segmentation", "Segmentation"),
+    slice_interpolation=("medlab.recipes.slice_interpolation", "SliceInterpolation"),
+    codec=("medlab.recipes.codec", "Codec"))
 RUN_KEYS = dict(run=str, steps=int, device=str, threads=int)  # keys that belong to the run, not to recipe or knobs
 
 

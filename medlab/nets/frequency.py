@@ -32,7 +32,7 @@ def pad_to(
     "Extend by reflection where the axis is longer than the extension, else by the last value."
     extra = [-s % m for s, m in zip(x.shape[2:], multiple)]
     for mode in ("reflect", "replicate"):
-        amounts = [e if (e < s) == (mode == "reflect") else 0 for e, s in zip(extra, x.shape[2:])]
+        amounts = [e if (e < s if mode == "reflect" else e >= s) else 0 for e, s in zip(extra, x.shape[2:])]
         if any(amounts): x = F.pad(x, [v for e in reversed(amounts) for v in (0, e)], mode=mode)
     return x
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pad_edges', 'to_blocks', 'from_blocks', 'BlockCodec', 'whole_blocks', 'dct_codec', 'Components', 'LatentCodec']
 
-# %% ../../nbs/nets/05_residual.ipynb #3f253a22
+# %% ../../nbs/nets/05_residual.ipynb #9b16cbcc
 import hashlib
 import math
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core import UserError
 
-# %% ../../nbs/nets/05_residual.ipynb #c90eba1e
+# %% ../../nbs/nets/05_residual.ipynb #c861dd11
 def pad_edges(
     x:Tensor,  # (b, 1, z, y, x)
     block,  # (z, y, x), what the sides are to divide by
@@ -48,7 +48,7 @@ def from_blocks(
     x = rearrange(channels, "b (f g h) z y x -> b 1 (z f) (y g) (x h)", f=fz, g=fy, h=fx)
     return x[..., :shape[0], :shape[1], :shape[2]]
 
-# %% ../../nbs/nets/05_residual.ipynb #6fd0a0ea
+# %% ../../nbs/nets/05_residual.ipynb #202fae96
 def _digest(*parts):
     "SHA-256 over texts and arrays."
     h = hashlib.sha256()
@@ -78,7 +78,7 @@ class BlockCodec:
         size = "×".join(map(str, self.block))
         return f"{self.kind}: {self.channels} channels of {size} voxels, {per_voxel:.2g} a voxel"
 
-# %% ../../nbs/nets/05_residual.ipynb #0d64b182
+# %% ../../nbs/nets/05_residual.ipynb #fc05d448
 @patch(as_prop=True)
 def exact(self:BlockCodec) -> bool:
     "Whether whatever is decoded averages back to the thick slices, for a box as wide as the slices are apart."
@@ -100,7 +100,7 @@ def _apply(self:BlockCodec, rows, x):
     matrix = torch.as_tensor(self.rows[rows], dtype=x.dtype, device=x.device)
     return torch.einsum("cn,bnzyx->bczyx", matrix, to_blocks(x, self.block))
 
-# %% ../../nbs/nets/05_residual.ipynb #a7538aee
+# %% ../../nbs/nets/05_residual.ipynb #fe0c7c91
 @patch
 def condition(self:BlockCodec,
     base:Tensor,  # (b, 1, z, y, x), unit range
@@ -129,7 +129,7 @@ def decode(self:BlockCodec,
     matrix = torch.as_tensor(self.rows["target"], dtype=z.dtype, device=z.device)
     return base + from_blocks(torch.einsum("cn,bczyx->bnzyx", matrix, z), self.block, base.shape[2:])
 
-# %% ../../nbs/nets/05_residual.ipynb #5fe4aaf0
+# %% ../../nbs/nets/05_residual.ipynb #8099d1d3
 def whole_blocks(
     valid:Tensor,  # (b, 1, z, y, x) bool: what was measured
     block,  # (z, y, x), voxels
@@ -147,7 +147,7 @@ def cells(self:BlockCodec,
     "See `whole_blocks`."
     return whole_blocks(valid, self.block)
 
-# %% ../../nbs/nets/05_residual.ipynb #07cd62ac
+# %% ../../nbs/nets/05_residual.ipynb #5cca3005
 def _kron(along_z, plane): return np.kron(along_z, np.eye(plane * plane)).astype(np.float32)
 
 
@@ -168,7 +168,7 @@ def dct_codec(
     rows = dct(np.eye(factor), axis=0, norm="ortho")
     return BlockCodec("dct", (factor, plane, plane), _kron(rows[0 if keep_mean else 1:], plane), _kron(rows, plane))
 
-# %% ../../nbs/nets/05_residual.ipynb #b4c1d1cf
+# %% ../../nbs/nets/05_residual.ipynb #cbdc317c
 class Components:
     "Gathers second moments of residual blocks."
 
@@ -191,7 +191,7 @@ class Components:
         self.moments += x.T @ x
         self.count += len(x)
 
-# %% ../../nbs/nets/05_residual.ipynb #80ac65b8
+# %% ../../nbs/nets/05_residual.ipynb #e55bf4c5
 @patch
 def codec(self:Components,
     channels:int=10,  # components kept, ≥ 1
@@ -215,25 +215,25 @@ def share(self:Components, channels) -> float:
     values = np.linalg.eigvalsh(self.moments)[::-1]
     return float(values[:channels].sum() / values.sum())
 
-# %% ../../nbs/nets/05_residual.ipynb #950af8e4
+# %% ../../nbs/nets/05_residual.ipynb #743f7569
 class LatentCodec:
     "A residual as the difference of two codes of a frozen autoencoder."
     kind, exact, compresses_z = "maisi", False, False
 
     def __init__(self,
-        codec,  # with encode, decode, compression, latent_channels and hash, see `nets.codec`
+        codec,  # of `nets.codec.load_codec`
     ):
         self.codec, self.block = codec, (codec.compression,) * 3
-        self.channels = self.condition_channels = codec.latent_channels
-        self.hash = _digest("maisi", codec.hash)
+        self.channels = self.condition_channels = codec.network.latent_channels
+        self.hash = _digest("maisi", codec.sha256, str(codec.exact or codec.encode_chunk))
 
     def __repr__(self): return f"maisi: {self.channels} channels of {'×'.join(map(str, self.block))} voxels"
 
-    def to(self, device): "Move the autoencoder."; self.codec.to(device); return self
+    def to(self, device): "Move the autoencoder."; self.codec.network.to(device); return self
     def latent_shape(self, shape): "See `BlockCodec`."; return tuple(-(-n // f) for n, f in zip(shape, self.block))
     def cells(self, valid): "See `whole_blocks`."; return whole_blocks(valid, self.block)
 
-# %% ../../nbs/nets/05_residual.ipynb #dc340ef6
+# %% ../../nbs/nets/05_residual.ipynb #2a8eb885
 @patch
 def condition(self:LatentCodec,
     base:Tensor,  # (b, 1, z, y, x), unit range; what lies outside of it is cut for the autoencoder, which knows no more

@@ -9,5 +9,6 @@ __all__ = []
 import lazy_loader
 
 # %% ../../nbs/recipes/04_package.ipynb #4cbe6f9c
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"fast_ddpm": ["FastDDPM"],
-    "restoration": ["Restoration"], "segmentation": ["Segmentation"]})
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"codec": ["Codec"],
+    "fast_ddpm": ["FastDDPM"], "restoration": ["Restoration"], "segmentation": ["Segmentation"],
+    "slice_interpolation": ["SliceInterpolation"]})
