@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LAST', 'SPARE', 'KINDS', 'LIMIT', 'stored_bytes', 'stream']
 
-# %% ../../nbs/nets/03_streaming.ipynb #82e04fdb
+# %% ../../nbs/nets/03_streaming.ipynb #5ccaf22e
 import contextlib
 import ctypes
 import math
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..core import UnknownName, UserError
 
-# %% ../../nbs/nets/03_streaming.ipynb #b6d4ae78
+# %% ../../nbs/nets/03_streaming.ipynb #7457c1c0
 LAST = torch.channels_last_3d
 
 
@@ -46,7 +46,7 @@ def _convolved(x, conv, padding=(0, 0, 0)):
     else: y = F.conv3d(x, conv.weight, conv.bias, conv.stride, padding)
     return y.contiguous(memory_format=LAST)
 
-# %% ../../nbs/nets/03_streaming.ipynb #823362ed
+# %% ../../nbs/nets/03_streaming.ipynb #8665b0eb
 class _Conv:
     "A convolution of 3 × 3 × 3 with zeros around, fed in pieces."
     def __init__(self, conv): self.conv, self.rest = conv, None
@@ -61,7 +61,7 @@ class _Conv:
         if x.shape[2] > 2: return _convolved(x, self.conv, (0, 1, 1))
         return _piece(x, 0, (self.conv.out_channels, *x.shape[3:]))
 
-# %% ../../nbs/nets/03_streaming.ipynb #4e3c04e3
+# %% ../../nbs/nets/03_streaming.ipynb #2076cee2
 class _Down:
     "A convolution with stride 2 and zeros behind the end of each axis, fed in pieces."
     def __init__(self, conv): self.conv, self.rest = conv, None
@@ -75,7 +75,7 @@ class _Down:
         if n: return _convolved(F.pad(x[:, :, :2 * n + 1], (0, 1, 0, 1)), self.conv)
         return _piece(x, 0, (self.conv.out_channels, x.shape[3] // 2, x.shape[4] // 2))
 
-# %% ../../nbs/nets/03_streaming.ipynb #a0b7f33a
+# %% ../../nbs/nets/03_streaming.ipynb #ce821f62
 class _Up:
     "Linear interpolation to twice the resolution, fed in pieces."
     def __init__(self): self.rest = None
@@ -95,7 +95,7 @@ class _Up:
         self.rest = x[:, :, -2:].clone() if x.shape[2] else None
         return out
 
-# %% ../../nbs/nets/03_streaming.ipynb #884990e9
+# %% ../../nbs/nets/03_streaming.ipynb #43a28239
 def _through(ops, x, last):
     "The pieces that come out of machines when one is fed, and what they still hold if it is the last."
     held, empty = [x], []  # so that a machine can let go of what it is fed
@@ -109,7 +109,7 @@ def _through(ops, x, last):
         for behind in ops[i + 1:]: y = behind.feed(y, False)
         if y.shape[2]: yield y
 
-# %% ../../nbs/nets/03_streaming.ipynb #a7d51683
+# %% ../../nbs/nets/03_streaming.ipynb #2687bc8f
 class _Norm:
     "A group norm: it collects the moments of all pieces, and is applied when they are known."
     def __init__(self, norm, act=True):
@@ -146,7 +146,7 @@ class _Norm:
         torch.addcmul(self.summand.to(x.dtype), x, self.factor.to(x.dtype), out=x)
         return F.silu(x, inplace=True) if self.act else x
 
-# %% ../../nbs/nets/03_streaming.ipynb #237e881b
+# %% ../../nbs/nets/03_streaming.ipynb #552d0848
 SPARE = 4  # places
 
 
@@ -198,7 +198,7 @@ class _Pinned(_Memory):
     def save(self, place, x): self.places[place].copy_(x, non_blocking=True)
     def load(self, place, out): out.copy_(self.places[place], non_blocking=True)
 
-# %% ../../nbs/nets/03_streaming.ipynb #ecb38216
+# %% ../../nbs/nets/03_streaming.ipynb #f6f34c08
 def _no_room(folder, error, done):
     free = shutil.disk_usage(folder).free
     return UserError(f"{folder}: {done / 2**30:.2f} GB of activations are written and no more can be "
@@ -222,7 +222,7 @@ def _punch(descriptor, start, size):
         c = ctypes.CDLL(None)
         c.fallocate(descriptor, 3, ctypes.c_long(start), ctypes.c_long(size))  # 3: punch a hole, keep the size
 
-# %% ../../nbs/nets/03_streaming.ipynb #7899bf71
+# %% ../../nbs/nets/03_streaming.ipynb #e2fd7884
 class _File(_Memory):
     "Places in a file without a name."
     def __init__(self, like, folder):
@@ -246,7 +246,7 @@ class _File(_Memory):
         self.places.clear()
         self.file.close()
 
-# %% ../../nbs/nets/03_streaming.ipynb #0a0e7b75
+# %% ../../nbs/nets/03_streaming.ipynb #bc6d67b9
 @patch
 def _whole(self:_File, call, place):
     "Read or write a place, in as many calls as the system needs."
@@ -276,7 +276,7 @@ def load(self:_File, place, out):
     self._whole(os.preadv, place)
     out.copy_(self.page)
 
-# %% ../../nbs/nets/03_streaming.ipynb #e1711fad
+# %% ../../nbs/nets/03_streaming.ipynb #00da227f
 KINDS = dict(memory=_Memory, pinned=_Pinned, disk=_File)
 
 
@@ -306,7 +306,7 @@ class _Shelves:
         for places in self.held.values(): places.close()
         self.held.clear()
 
-# %% ../../nbs/nets/03_streaming.ipynb #289e13f6
+# %% ../../nbs/nets/03_streaming.ipynb #3acb77e8
 class _Queue:
     "Slices that wait, first in, first out."
     stored = True
@@ -344,7 +344,7 @@ class _Reader:
         if self.forget and self.last: q.shelves.leave(q.key)
         return x
 
-# %% ../../nbs/nets/03_streaming.ipynb #63ab1fda
+# %% ../../nbs/nets/03_streaming.ipynb #e11cb4f5
 def _bare(conv):
     "The `nn.Conv3d` within MONAI's wrappers."
     while not isinstance(conv, nn.Conv3d): conv = conv.conv
@@ -360,7 +360,7 @@ def _ops_of(block):
     raise UserError(f"a {type(block).__name__} cannot be streamed through depth: it needs all slices at once; take an "
         "AutoencoderKlMaisi without attention and without transposed convolutions, or chunk=0")
 
-# %% ../../nbs/nets/03_streaming.ipynb #bd25427f
+# %% ../../nbs/nets/03_streaming.ipynb #03479dcb
 @dataclass
 class _Stage:
     "A residual block, or none, and the machines behind it."
@@ -396,7 +396,7 @@ def _stages(module):
             stages[-1].tail += ops
     return stages[0].tail, stages[1:]
 
-# %% ../../nbs/nets/03_streaming.ipynb #64e0e718
+# %% ../../nbs/nets/03_streaming.ipynb #3d574526
 def _flow(shape, ops):
     "((c, y, x), slices for each slice that enters) before and behind each of some machines."
     found, rate = [(tuple(shape), 1.0)], 1.0
@@ -426,7 +426,7 @@ def _recomputed(needs, wanted):
     floor = max(least for least, _ in needs)
     return [wanted and usual > floor for _, usual in needs]
 
-# %% ../../nbs/nets/03_streaming.ipynb #56695edc
+# %% ../../nbs/nets/03_streaming.ipynb #dc0093c8
 def stored_bytes(
     module:nn.Module,  # encoder or decoder of an AutoencoderKlMaisi
     shape,  # (b, c, z, y, x) of its input
@@ -439,7 +439,7 @@ def stored_bytes(
     again = _recomputed(needs, recompute)
     return int(b * itemsize * max(least if twice else usual for (least, usual), twice in zip(needs, again)))
 
-# %% ../../nbs/nets/03_streaming.ipynb #6e1ad451
+# %% ../../nbs/nets/03_streaming.ipynb #1fcadf6d
 LIMIT = 2**31  # elements of a tensor
 
 
@@ -465,7 +465,7 @@ def _slices(shape, ops, budget, limit):
             "elements; crop the volume in the plane")
     return max(1, min(fitting, int(budget / max(rate * size for rate, size in points))))
 
-# %% ../../nbs/nets/03_streaming.ipynb #e39520cf
+# %% ../../nbs/nets/03_streaming.ipynb #0572194c
 class _Input:
     "The input behind its first convolution, computed anew for each reader."
     stored = False
@@ -506,7 +506,7 @@ class _Later:
         self.last = self.left == 0
         return x
 
-# %% ../../nbs/nets/03_streaming.ipynb #fc383cc7
+# %% ../../nbs/nets/03_streaming.ipynb #fb69c161
 class _Tee:
     "Leaves a copy of what passes with a `_Later`; norms work in place."
     def __init__(self, later): self.later = later
@@ -529,7 +529,7 @@ class _Add:
         other = self.reader.take(x.shape[2])
         return x.add_(other if self.shortcut is None else _convolved(other, self.shortcut))
 
-# %% ../../nbs/nets/03_streaming.ipynb #889d3991
+# %% ../../nbs/nets/03_streaming.ipynb #e12339f3
 def _trim():
     "Give free memory back to the system, where the C library can; it would keep pieces of other sizes."
     with contextlib.suppress(OSError, AttributeError): ctypes.CDLL(None).malloc_trim(0)
@@ -563,7 +563,7 @@ class _Run:
         if queue.like.device.type == "cpu": _trim()
         return queue
 
-# %% ../../nbs/nets/03_streaming.ipynb #3c7cef4c
+# %% ../../nbs/nets/03_streaming.ipynb #2c7a28dc
 @patch
 def halves(self:_Run, stage, source, shape):
     "The output of a residual block, with H stored between its halves."
@@ -585,7 +585,7 @@ def twice(self:_Run, stage, source, shape):
     ops = [_Tee(later), stage.norm1, stage.conv1, stage.norm2, stage.conv2, _Add(later, stage.shortcut), *stage.tail]
     yield from self.flow(source, ops, shape, True)
 
-# %% ../../nbs/nets/03_streaming.ipynb #46e1adbc
+# %% ../../nbs/nets/03_streaming.ipynb #a0e3c16e
 class _Side(_Tee):
     "Stores the shortcut of what passes."
     def __init__(self, queue, shortcut): self.queue, self.shortcut = queue, shortcut
@@ -609,7 +609,7 @@ def go(self:_Run, x, again):
         shape = (len(x), *source.like.shape[1:2], *source.like.shape[3:])
     return torch.cat([y.contiguous() for y in self.flow(source, stages[-1].tail, shape, True)], 2)
 
-# %% ../../nbs/nets/03_streaming.ipynb #a7a0d184
+# %% ../../nbs/nets/03_streaming.ipynb #b04a9ce5
 def _check_store(store, x, folder, need):
     "Raise `UserError` where the store cannot be had."
     if store not in KINDS: raise UnknownName("store", store, KINDS)
@@ -631,7 +631,7 @@ def _check_input(module, first, x, chunk):
         raise UserError(f"input {tuple(x.shape)} must be (b, {channels}, z, y, x) for this {type(module).__name__}")
     if chunk != int(chunk) or chunk < 1: raise UserError(f"chunk={chunk} must be an integer ≥ 1 (slices)")
 
-# %% ../../nbs/nets/03_streaming.ipynb #1acc2235
+# %% ../../nbs/nets/03_streaming.ipynb #aa88ff4a
 def _output_elements(first, stages, shape):
     "Of the network's output, at most."
     points = (shape[1], *shape[3:])

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SampledAutoencoder', 'kl_term', 'CropDataset', 'CodecKnobs', 'Codec']
 
-# %% ../../nbs/recipes/08_codec.ipynb #267fbbf8
+# %% ../../nbs/recipes/08_codec.ipynb #e17a6f58
 import copy
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ from ..nets import codec
 from .base import Recipe
 from ..slices.files import SliceCase, SlicePhantom, find_slices
 
-# %% ../../nbs/recipes/08_codec.ipynb #194d22a2
+# %% ../../nbs/recipes/08_codec.ipynb #d7080534
 class SampledAutoencoder(AutoencoderKlMaisi):
     "An autoencoder that is told which noise its latents get."
 
@@ -46,7 +46,7 @@ def kl_term(
     "Divergence from a standard normal, summed over the latents (Kingma, Welling 2014, appendix B)."
     return 0.5 * (mean.square() + std.square() - 2 * std.log() - 1).flatten(1).sum(1)
 
-# %% ../../nbs/recipes/08_codec.ipynb #00e70ea5
+# %% ../../nbs/recipes/08_codec.ipynb #80e44f3e
 class CropDataset(torch.utils.data.Dataset):
     "Crops of thin volumes, in the unit range."
 
@@ -76,7 +76,7 @@ class CropDataset(torch.utils.data.Dataset):
         turned = [d for d in (1, 2) if torch.rand((), generator=g) < 0.5]
         return dict(image=x.flip(turned)[None].clone(), case=name)
 
-# %% ../../nbs/recipes/08_codec.ipynb #ab068418
+# %% ../../nbs/recipes/08_codec.ipynb #f4ed4efc
 class CodecKnobs(Knobs):
     "Knobs of the codec's recipe."
     kl_weight = Real(1e-7, 0, 1, help="weight of the divergence from a standard normal, summed over a crop's latents"
@@ -118,7 +118,7 @@ class Codec(Recipe):
             num_res_blocks=tuple(self.blocks), latent_channels=self.latent_channels, norm_num_groups=self.groups,
             norm_eps=1e-6, attention_levels=(False,) * len(self.channels), num_splits=1, save_mem=False)
 
-# %% ../../nbs/recipes/08_codec.ipynb #80dddc4c
+# %% ../../nbs/recipes/08_codec.ipynb #1d115aba
 @patch
 def _check_fields(self:Codec):
     "Raise `UserError` for sizes that do not fit together."
@@ -137,7 +137,7 @@ def example_inputs(self:Codec) -> tuple:
     side = 4 * 2 ** (len(self.channels) - 1)
     return (torch.rand(1, 1, side, side, side, generator=generator(0, "example")),)
 
-# %% ../../nbs/recipes/08_codec.ipynb #a24144fb
+# %% ../../nbs/recipes/08_codec.ipynb #0c685ed6
 @patch
 def _look(self:Codec):
     "A `Check` of every volume."
@@ -167,7 +167,7 @@ def _checked(self:Codec, case):
 @patch
 def preflight(self:Codec) -> Report: "Every volume, as `setup` will see it."; return Report(self.read_ahead(self._look))
 
-# %% ../../nbs/recipes/08_codec.ipynb #a07f35c6
+# %% ../../nbs/recipes/08_codec.ipynb #82446c1b
 @patch
 def setup(self:Codec, split=None) -> dict:
     "Find, check and split the volumes, see `Recipe.setup`."
@@ -199,7 +199,7 @@ def prepare(self:Codec, batch, seed, step) -> dict:
     shape = (len(x), self.latent_channels, *(s // n for s in x.shape[2:]))
     return {**batch, "noise": torch.randn(shape, generator=generator(seed, "latents")).to(x.device)}
 
-# %% ../../nbs/recipes/08_codec.ipynb #fb100aef
+# %% ../../nbs/recipes/08_codec.ipynb #3f92e63b
 @patch
 def losses(self:Codec, model, batch):
     "L1 of the reconstruction plus the weighted divergence of the latents."
