@@ -48,6 +48,7 @@ REDUCED = {
 LEFT_OUT = {
     ("bench/memory", "707e7e59"): ("looks for the largest batch under CUDA's own limit on memory, in a process for each; minutes on the stand-in", 'ask(GPU_NET, "cuda", largest='),
     ("bench/memory", "71847d14"): ("trains three runs of a hundred steps in processes of their own; minutes on the stand-in", 'three(100, net=GPU_NET, device="cuda")'),
+    ("nets/03_streaming", "4b10d5ee"): ("waits in pinned memory, for which the stand-in has no allocator; it passed on a GPU", 'store in ("memory", "pinned", "disk")'),
     ("step/07_speed", "20edfc73"): ("records CUDA graphs, and torch.compile does not trace where a dispatch mode, such as the stand-in's, is active", "cuda_graphs=True"),
 }
 
