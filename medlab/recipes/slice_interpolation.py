@@ -6,7 +6,7 @@
 __all__ = ['MEAN', 'CODECS', 'PLANE', 'PREDICTIONS', 'ANSWERS', 'OVERLAP', 'GROWTH', 'FORMS', 'BASELINES', 'PROTOCOLS',
            'SliceInterpolationKnobs', 'SliceInterpolation', 'Wanted', 'ThinVolume']
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #55796af3
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #c07901d2
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from ..slices.profile import PROFILES, interpolate
 from ..slices.scores import consistency, detail, plane_scores, rplhr_scores, slice_scores
 from ..slices.series import write_series
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #7d79ff10
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #1d7f909d
 class SliceInterpolationKnobs(Knobs):
     "Knobs of the slice interpolation."
     lr = Real(1e-4, 0, 10, above=True, help=Knobs.class_traits()["lr"].help
@@ -53,7 +53,7 @@ class SliceInterpolationKnobs(Knobs):
 
 MEAN = Fix("mean_share", dict(mean_share=0.5), dict(mean_share=0.0), "makes the mean as good as a regression")
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #3d4d9129
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #b51e82e5
 CODECS = ("dct", "pca")
 PLANE = dict(dct=2, pca=4)  # side of a block in the plane, voxels
 PREDICTIONS = ("v_prediction", "epsilon", "sample")
@@ -89,7 +89,7 @@ class SliceInterpolation(Recipe):
     tiny = dict(image_size=(40, 16, 16), channels=(16, 32), num_res_blocks=1, attention=(False, False), heads=1,
         norm_groups=16, phantoms=6)  # for --debug
     sizes = dict(small=dict(image_size=(40, 32, 32), channels=(32, 64), num_res_blocks=2,
-        attention=(False, False), heads=1, norm_groups=16, batch_size=4), base={})
+        attention=(False, False), heads=1, norm_groups=16, batch_size=8), base={})
     least = Recipe.least | dict(factor=2, components=1, num_res_blocks=1, norm_groups=1, heads=1, phantoms=1, limit=0,
         val=0.0, test=0.0)
 
@@ -107,11 +107,11 @@ class SliceInterpolation(Recipe):
     def fixes(self): "The fixes of every recipe, and `mean_share`."; return (MEAN, *FIXES)
 
     def initial_knobs(self):
-        "AdamW with decay, a cosine with warm-up, and eight micro-batches to a step; two cases in a validation."
-        return dict(weight_decay=0.01, schedule="cosine", warmup=500, horizon=50_000, gradient_accumulation_steps=8,
-            val_cases=2)
+        "AdamW with decay, a cosine with warm-up, and eight samples to a step; two cases in a validation."
+        return dict(weight_decay=0.01, schedule="cosine", warmup=500, horizon=50_000, val_cases=2,
+            gradient_accumulation_steps=max(1, 8 // self.batch_size))
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #4275a0b0
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #3cd39cd3
 @patch
 def _block(self:SliceInterpolation):
     "Voxels (z, y, x) of a latent one."
@@ -145,7 +145,7 @@ def latent_codec(self:SliceInterpolation):  # of `nets.residual`
         raise UserError("the components of codec='pca' are fitted to the training data: call setup()")
     return self.coder
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #3526b9ef
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #2d13f37c
 @patch
 def _fit_components(self:SliceInterpolation):
     "Fit the components to up to 16 training cases."
@@ -175,7 +175,7 @@ def _remember_codec(self:SliceInterpolation, stored):
         raise UserError(f"codec={self.codec!r} is not the one that the run was trained with (its hash is "
             f"{self.coder.hash[:12]}, it was {stored['hash'][:12]}); take that file again")
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #37a8aa60
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #44e27d6e
 @patch
 def _profile(self:SliceInterpolation):
     return dict(factor=self.factor, profile=self.slice_profile, thickness=self.thickness)
@@ -206,7 +206,7 @@ def _look(self:SliceInterpolation):
     if not self.data_root: return inspect_slices(self._phantoms()[:2], **self._profile())
     return inspect_slices(find_slices(self.data_root, self.factor)[:self.limit or None], **self._profile())
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #4a3579df
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #5bf9f08d
 @patch
 def _sound(self:SliceInterpolation):
     "(sound cases, name → shape of the thin grid, [[name, reason], …]); raises `UserError` where none is sound."
@@ -256,7 +256,7 @@ def remember(self:SliceInterpolation, info):
     self.split, self.cases = Split(**info["split"]), {}
     self._remember_codec(info["codec"])
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #8fd3c1f0
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #42807655
 @patch
 def _device(self:SliceInterpolation):
     "Where a codec that is a network runs before training."
@@ -294,7 +294,7 @@ def _some(self:SliceInterpolation, crops, voxels=500_000):
         try: yield crops[i % len(crops.latents), derive_seed(self.seed, "scale", i)]
         except CaseFault: continue  # the trainer meets it again, and says so
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #0ce9be03
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #1a47593f
 @patch
 def build_model(self:SliceInterpolation) -> LatentUNet:
     "See `latent_unet`; with the scale of the training data where they were looked at."
@@ -311,7 +311,7 @@ def build_system(self:SliceInterpolation) -> System:
     model, codec = self.build_model(), self.latent_codec()
     return System(model, frozen=dict(codec=codec.codec.network) if isinstance(codec, LatentCodec) else {})
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #058fd83f
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #25c872dc
 @patch
 def prepare(self:SliceInterpolation, batch, seed, step=None) -> dict:
     "Draw time point and noise of each sample from `seed`, on the CPU, so that no device changes them."
@@ -334,7 +334,7 @@ def output(self:SliceInterpolation,
     informed = (t < self.schedule.T - 1).to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
     return model(x * informed, condition, t)
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #e1150adb
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #af26ede0
 @patch
 def losses(self:SliceInterpolation, model, batch, scale=None):
     """Mean square over the latent voxels that count: of velocity, noise or latents, see `prediction`, each in its local
@@ -356,7 +356,7 @@ def bind_losses(self:SliceInterpolation, system:System):
     "The losses, with the scale of the network itself, whatever wraps it in a step."
     return lambda model, batch: self.losses(model, batch, system.model)
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #841788bb
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #b73ee5f5
 ANSWERS = ("mean", "sample")
 OVERLAP = 0.25  # of neighbouring windows where none is named, share of their side
 GROWTH = 2  # times the sides of the trained window that those of prediction have at most
@@ -381,7 +381,7 @@ class Wanted:
             raise UserError(f"samples={self.samples}: the mean is one; samples are averaged with answer='sample'")
         self.overlap = checked_overlap(self.overlap, OVERLAP)
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #e8dc8216
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #a2306b2b
 @patch
 def _refuse_untrained(self:SliceInterpolation, wanted):
     "Raise for an answer that the network was not trained to give."
@@ -405,7 +405,7 @@ def _denoiser(self:SliceInterpolation, model, condition, tiles, overlap):
 
     return predict
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #b239db6f
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #a16011ff
 @patch
 @torch.no_grad()
 def answers(self:SliceInterpolation,
@@ -429,7 +429,7 @@ def answers(self:SliceInterpolation,
             x = torch.randn(shape, generator=generator(wanted.seed, "thin", i)).to(device)
             yield model.unscaled(ddim_sample(predict, x, self.schedule, points, self.prediction), local)
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #0566b1cf
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #34492c75
 @patch
 def thin_slices(self:SliceInterpolation,
     model:LatentUNet,  # in evaluation mode
@@ -446,7 +446,7 @@ def thin_slices(self:SliceInterpolation,
         squares = squares + difference * (made - total)
     return total, (squares / (n - 1)).sqrt() if n > 1 else None
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #aa60ad3e
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #3f54d150
 @dataclass(frozen=True, eq=False, repr=False)
 class ThinVolume(Volume):
     "Thin slices in the patient, with what else is known of them."
@@ -465,7 +465,7 @@ SliceInterpolation.predict_options = dict(
     overlap=(float, None, f"of neighbouring windows, share of their side; default {OVERLAP}"),
     tile_batch=(int, None, "windows at once, which changes no value; default the fastest, found while it predicts"))
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #53f019fc
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #d6a11eb6
 @patch
 def find(self:SliceInterpolation, path): "The cases at a path."; return find_slices(path, self.factor, "thick")
 
@@ -495,7 +495,7 @@ def _coded(self:SliceInterpolation, model, loaded):
     device = next(model.parameters()).device
     return code_base(loaded, self.latent_codec().to(device), device)
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #6267046c
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #4c10bbe7
 def _dicom_folder(source):
     "The folder of a DICOM series that a case was read from; None where it was another file."
     if source is None or is_volume(source): return None
@@ -512,7 +512,7 @@ def write(self:SliceInterpolation, result, case, output):
         write_volume(result.spread, file.parent / f"{stem}-spread.nii.gz")
     return file
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #da9d73e6
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #34d2eb06
 @patch
 def candidates(self:SliceInterpolation,
     model:LatentUNet,  # in evaluation mode
@@ -532,7 +532,7 @@ def candidates(self:SliceInterpolation,
 
 
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #a0d3f15c
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #24ac76c4
 BASELINES = ("nearest", "linear", "cubic", "base", "ceiling")
 PROTOCOLS = ("sagittal", "rplhr")
 
