@@ -233,7 +233,8 @@ def setup(self:SliceInterpolation,
     info = self.divide(patients, split, self.val, self.test, lambda n: patients[n])
     if self.codec == "pca": self._fit_components()
     self.latent_codec()
-    notes = [["info", str(self.plan())], ["info", self._about_thick()]]
+    self.planned = self.plan()  # for the next `dataset`: every file was hashed and every array of latents checked
+    notes = [["info", str(self.planned)], ["info", self._about_thick()]]
     return info | dict(quarantined=bad, codec=self._stored_codec(), notes=notes)
 
 
@@ -277,7 +278,7 @@ def _store(self:SliceInterpolation): return LatentStore(self.latents or None, se
 @patch
 def dataset(self:SliceInterpolation) -> CaseCrops:
     "Crops of the training cases' latents; raises `UserError` where they cannot be made."
-    plan, codec = self.plan(), self.latent_codec().to(self._device())
+    plan, codec = vars(self).pop("planned", None) or self.plan(), self.latent_codec().to(self._device())
     latents = make_latents(plan, self.load, codec, self._store(), self._device())
     moments = [k.moments for k in latents.values()]
     add = lambda name: sum((m[name] for m in moments[1:]), moments[0][name])
