@@ -30,12 +30,12 @@ def kept_bytes(
 ) -> int:  # bytes
     "What autograd keeps of a forward pass: each storage once, parameters and buffers not at all."
     held = (*model.parameters(), *model.buffers()) if model else ()
-    own, seen = {t.untyped_storage().data_ptr() for t in held}, {}
+    own, seen = {t.untyped_storage()._cdata for t in held}, {}
 
     def pack(t):
         "Weigh a tensor that is kept."
         s = t.untyped_storage()
-        if s.data_ptr() not in own: seen[s.data_ptr()] = s.nbytes(), t  # held, so that no other takes its place
+        if s._cdata not in own: seen[s._cdata] = s.nbytes(), t  # held, so that no other takes its place
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t): out = call()  # kept alive, and its graph with it

@@ -640,6 +640,12 @@ def _output_elements(first, stages, shape):
     return shape[0] * shape[2] * math.prod(points)
 
 
+def _no_autocast(device):
+    "Every number as it is; on a device without autocast, as the one of no memory is, there is none."
+    if not torch.amp.is_autocast_available(device.type): return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 @torch.no_grad()
 def stream(
     module:nn.Module,  # encoder or decoder of an AutoencoderKlMaisi, without attention
@@ -660,4 +666,4 @@ def stream(
     _check_store(store, x, folder, stored_bytes(module, x.shape, again, itemsize))
     shelves, twice = _Shelves(store, folder), _recomputed(_needs(first, stages, tuple(x.shape[1:])), again)
     run = _Run(first, stages, shelves, _budget(first, stages, x.shape, chunk), limit)
-    with contextlib.closing(shelves), torch.autocast(x.device.type, enabled=False): return run.go(x, twice)
+    with contextlib.closing(shelves), _no_autocast(x.device): return run.go(x, twice)
