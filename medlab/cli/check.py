@@ -172,6 +172,8 @@ def rehearse(
     check_early(recipe, run, device, threads, knobs)
     report = recipe.preflight()
     if report is not None: say(report)
+    ceiling = recipe.ceiling()
+    if ceiling is not None: say(f"\n{ceiling}\n")
     with tempfile.TemporaryDirectory(prefix="medlab-check-") as folder:
         with Trainer(recipe, Path(folder) / "run", False, device, threads, **knobs) as trainer:
             torch.set_num_threads(trainer.threads)

@@ -229,6 +229,13 @@ def read_once(self:Use,
     "What `read_ahead` has kept, the first time that it is asked for; else what `look` reads now."
     return vars(self).pop("_seen", None) or look()
 
+# %% ../../nbs/recipes/00_base.ipynb #4dd9f7a6
+@patch
+def ceiling(self:Use):  # `Table`; None: nothing frozen bounds what training can reach
+    "What a frozen part loses of the data, which no training can bring back; may be asked for before `setup`."
+    return None
+
+
 # %% ../../nbs/recipes/00_base.ipynb #b3a7f025
 @patch
 def find(self:Use,

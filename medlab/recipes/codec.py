@@ -24,6 +24,7 @@ from ..knobs.traits import Real
 from ..nets import codec
 from .base import Recipe
 from ..slices.files import SliceCase, SlicePhantom, find_slices
+from ..slices.scores import tissue_mae, volume_scores
 
 # %% ../../nbs/recipes/08_codec.ipynb #d7080534
 class SampledAutoencoder(AutoencoderKlMaisi):
@@ -226,16 +227,13 @@ def find(self:Codec, path) -> list: "The volumes at a path."; return find_slices
 def predict(self:Codec, model, case) -> Volume:
     "A whole volume through the codec and back, in HU."
     like = self.case(case).read("thin")["thin"]
-    held = self.frozen(model)
-    x = codec.to_unit(torch.from_numpy(like.data.astype("float32")))[None, None].to(next(model.parameters()).device)
-    made = codec.to_hu(held.decode(held.encode(x), x.shape[2:]).clamp(0, 1))
-    return replace(like, data=made[0, 0].cpu().numpy(), name="reconstructed")
+    made = self.frozen(model).reconstruct(torch.from_numpy(like.data.astype("float32")))
+    return replace(like, data=made.numpy(), name="reconstructed")
 
 
 @patch
 def score(self:Codec, model, name) -> dict:
-    "The ceiling of one volume: PSNR, SSIM and HU-MAE of encode → decode, and HU-MAE of the tissues that are there."
+    "The ceiling of one volume: PSNR, SSIM and error (HU) of encode → decode, and the error of each tissue."
     truth = torch.from_numpy(self.cases[name].read("thin")["thin"].data.astype("float32"))
-    rows = codec.ceiling(self.frozen(model), truth)
-    tissues = {f"hu_mae_{r['region']}": r["hu_mae"] for r in rows[1:]}
-    return dict(case=name, **{k: rows[0].get(k) for k in ("psnr", "ssim", "hu_mae")}, **tissues)
+    made = self.frozen(model).reconstruct(truth)
+    return dict(case=name) | volume_scores(made, truth) | tissue_mae(made, truth)
