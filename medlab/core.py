@@ -59,11 +59,12 @@ class UnknownName(UserError):
         what:str,  # kind of name, for the message: "knob", "recipe", "modality"
         name:str,  # the name that was asked for
         known,  # iterable of the names that exist
+        answer:str="",  # what there is in its place, a sentence; "": the nearest names are given
     ):
-        self.what, self.name, self.known = what, name, sorted(map(str, known))
+        self.what, self.name, self.known, self.answer = what, name, sorted(map(str, known)), answer
         near, n = _hint(name, self.known), len(self.known)
         rest = f"there are {n}" if near and n > MANY else f"known: {', '.join(self.known) or 'none'}"
-        super().__init__(f"unknown {what} {name!r}{near}; {rest}")
+        super().__init__(f"unknown {what} {name!r}" + (f": {answer}" if answer else f"{near}; {rest}"))
 
 # %% ../nbs/00_core.ipynb #c0de0a02
 class RunFailed(RuntimeError):

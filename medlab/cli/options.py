@@ -162,7 +162,7 @@ def read_yaml(
     known, out = known_keys(cls), {}
     for written, value in _load_yaml(path).items():
         key = current_name(written, known)
-        if key not in known: raise UnknownName(f"key in {Path(path).name}", str(key), known)
+        if key not in known: raise UnknownName(f"key in {Path(path).name}", str(key), known, cls.Knobs.answers.get(key, ""))
         if key in out: raise UserError(f"{path} sets {key!r} twice, once by its old name; leave out one of the two")
         out[key] = value
     return out
@@ -181,6 +181,7 @@ def listed(
 def normal_options(
     argv,  # options as they were typed
     known,  # names of options
+    answers=None,  # name elsewhere → what is here, see `Knobs.answers`; None: nothing
 ) -> list:
     "Options with underscores and the names of today, checked against the known names."
     known, out = {*known, "config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}, []
@@ -190,7 +191,8 @@ def normal_options(
             continue
         name, *value = word[2:].split("=", 1)
         name = current_name(name.replace("-", "_"), known)
-        if name not in known: raise UnknownName("option", f"--{name}", [f"--{k}" for k in known])
+        if name not in known:
+            raise UnknownName("option", f"--{name}", [f"--{k}" for k in known], (answers or {}).get(name, ""))
         out.append("=".join(["--" + ("use-wandb" if name == "use_wandb" else name), *map(listed, value)]))
     return out
 
@@ -239,7 +241,7 @@ def _set(cls, text):
     try: return cls.Knobs.parse(text)
     except UnknownName as e:
         near = [name] if name in fields else [] if nearest(name, cls.Knobs.class_traits()) else nearest(name, fields)
-        if not near: raise
+        if e.answer or not near: raise
         raise UserError(f"--set {text}: {cls.__name__} has no knob {name!r}; its field {near[0]} is an option, "
             f"--{near[0].replace('_', '-')}") from e
 
@@ -272,7 +274,7 @@ def _take_data(cls, given):
 def _parsed(cls, argv, check=False):
     "What was typed, converted to the types of the fields; raises `UserError`."
     known = [*known_keys(cls), *["check_minutes"] * check]
-    try: return train_parser(cls, check).parse_args(normal_options(argv, known))
+    try: return train_parser(cls, check).parse_args(normal_options(argv, known, cls.Knobs.answers))
     except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
 
 

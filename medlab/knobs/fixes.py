@@ -59,9 +59,10 @@ class Switch:
 
 # %% ../../nbs/knobs/03_fixes.ipynb #0c37e865
 class Fixes(dict):
-    "Fixes by name; an unknown one is an error that names the nearest."
+    "Fixes by name; an unknown one is an error that names the nearest, or what there is in its place."
+    answers = {}  # of the knobs
 
-    def __missing__(self, name): raise UnknownName("fix", name, self)
+    def __missing__(self, name): raise UnknownName("fix", name, self, self.answers.get(name, ""))
 
 # %% ../../nbs/knobs/03_fixes.ipynb #bfd76eac
 def switches(
@@ -73,6 +74,7 @@ def switches(
     if isinstance(fixes, Fix):
         raise UserError(f"fixes() gave the fix {fixes.name!r} alone; several are needed: return (*super().fixes(), …)")
     made = Fixes()
+    made.answers = knobs.answers
     for f in fixes:
         if not isinstance(f, Fix): raise UserError(f"fixes() gave {f!r:.60} among the others; each must be a Fix")
         if f.name in made: raise UserError(f"fixes() gave two fixes of the name {f.name!r}; give one another name")

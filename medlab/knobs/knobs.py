@@ -197,6 +197,8 @@ class CleanupKnobs(HasTraits):
 class Knobs(LearningRateKnobs, GradientKnobs, SpeedKnobs, DataKnobs, LossScaleKnobs, EscalationKnobs, FaultKnobs,
         MemoryKnobs, CleanupKnobs):
     "Values that may change while training runs; a recipe's knobs extend these."
+    answers = dict.fromkeys(("validate_every", "val_interval", "eval_every"), "val_every_steps says after how many steps "
+        "held-out cases are scored, and val_share how much of the time that may take")  # name elsewhere → what is here
 
     def __init__(self,
         **values,  # knob → value, validated
@@ -207,7 +209,7 @@ class Knobs(LearningRateKnobs, GradientKnobs, SpeedKnobs, DataKnobs, LossScaleKn
 
     def __getattr__(self, name):
         if name.startswith("_"): raise AttributeError(name)
-        raise AttributeError(str(UnknownName("knob", name, self.trait_names())))
+        raise AttributeError(str(UnknownName("knob", name, self.trait_names(), self.answers.get(name, ""))))
 
     def values(self) -> dict:
         "Every knob with its value."
@@ -235,7 +237,7 @@ def check(cls:Knobs,
     traits, scratch, out = cls.class_traits(), cls(), {}
     for written, value in requested.items():
         name = current_name(written, traits)
-        if name not in traits: raise UnknownName("knob", name, traits)
+        if name not in traits: raise UnknownName("knob", name, traits, cls.answers.get(name, ""))
         if name in out: raise UserError(f"{name!r} is set twice, once by its old name; leave out one of the two")
         out[name] = _value(scratch, name, traits[name], value)
     return out
@@ -258,7 +260,7 @@ def parse(cls:Knobs,
     if not equals: raise UserError(f"{text!r} is not of the form name=value, as in lr=2e-4")
     name = current_name(name, cls.class_traits())
     trait = cls.class_traits().get(name)
-    if trait is None: raise UnknownName("knob", name, cls.class_traits())
+    if trait is None: raise UnknownName("knob", name, cls.class_traits(), cls.answers.get(name, ""))
     if value.lower() in ("none", "off") and trait.allow_none: return cls.check(**{name: None})
     try: return cls.check(**{name: trait.from_string(value)})
     except ValueError as e: raise UserError(f"{name}={value} is refused: it must be {rule(trait)}") from e
