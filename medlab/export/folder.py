@@ -88,7 +88,8 @@ class Exported:
     @property
     def licences(self) -> dict:
         "Of the source and of the weights."
-        return dict(source=self.network.licence, weights=WEIGHTS_LICENCE)
+        foreign = "".join(f"; {n}.…: that of the file they were loaded from" for n in self.network.frozen)
+        return dict(source=self.network.licence, weights=WEIGHTS_LICENCE + foreign)
 
     def __str__(self):
         which = dict(ema="the averaged weights (EMA)", raw="the raw weights")[self.weights]
@@ -147,7 +148,7 @@ def metadata(e:Exported) -> dict:
         required_packages_version=e.network.needs, optional_packages_version={},
         name=f"medlab {e.recipe.name}", task=what,
         description=f"{what}, trained with medlab. {WARNING}", intended_use=WARNING,
-        authors="the people of the run", copyright=f"source: {e.network.licence}; weights: {WEIGHTS_LICENCE}",
+        authors="the people of the run", copyright=f"source: {e.network.licence}; weights: {e.licences['weights']}",
         network_data_format=e.network.data_format(), medlab=_provenance(e))
 
 # %% ../../nbs/export/09_folder.ipynb #91659097
@@ -158,7 +159,7 @@ def readme(e:Exported) -> str:
     how = e.network.usage(e.forms, e.program)
     return (f"# {e.run.name}\n\n{e.what}: the {which} of step {e.row['step']}, checkpoint "
         f"{e.row['file']} (SHA-256 {e.row['sha256']}), written by medlab {medlab.__version__}.\n\n**{WARNING}**\n\n"
-        f"Licences: source {e.network.licence}; weights: {WEIGHTS_LICENCE}.\n\n{how}{missing}\n")
+        f"Licences: source {e.network.licence}; weights: {e.licences['weights']}.\n\n{how}{missing}\n")
 
 # %% ../../nbs/export/09_folder.ipynb #606488b0
 def _json(folder, name, what):
@@ -167,7 +168,7 @@ def _json(folder, name, what):
 
 def _tensors(e):
     "The weights, each in memory of its own."
-    return {k: v.detach().cpu().clone().contiguous() for k, v in e.model.state_dict().items()}
+    return {k: v.detach().cpu().clone().contiguous() for k, v in e.network.state(e.model).items()}
 
 
 def _write_safetensors(e, folder):
@@ -208,7 +209,7 @@ def _fill(e, folder, form):
         e.network.check(folder / "network", e.model)
     _json(folder, "configs/metadata.json", _finite(metadata(e)))
     (folder / "docs/README.md").write_text(readme(e), encoding="utf-8")
-    (folder / "LICENSE").write_text(f"source: {e.network.licence}\n\nweights: {WEIGHTS_LICENCE}\n\n{WARNING}\n",
+    (folder / "LICENSE").write_text(f"source: {e.network.licence}\n\nweights: {e.licences['weights']}\n\n{WARNING}\n",
         encoding="utf-8")
 
 # %% ../../nbs/export/09_folder.ipynb #27fbe3c7

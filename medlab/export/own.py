@@ -194,6 +194,7 @@ def own_packages(
 class OwnNetwork:
     "The network of a recipe of one's own, as it leaves the lab: without its prediction."
     licence = "that of its author; none is granted here. What it imports has licences of its own"
+    frozen = {}  # what is not trained, and would leave with it: nothing
 
     def __init__(self,
         recipe,  # `Recipe`
@@ -204,6 +205,7 @@ class OwnNetwork:
         self.inputs = recipe.example_inputs()
 
     def data_format(self) -> dict: "What its author alone knows: nothing."; return dict(inputs={}, outputs={})
+    def state(self, model) -> dict: "The weights that leave: the network's."; return model.state_dict()
 
     def example(self) -> tuple:
         "(arguments, keywords) of one call of the network; raises `UserError` where the recipe does not say."

@@ -266,12 +266,28 @@ def files(self:Travellers,
     return {f"{p}/__init__.py".removeprefix("./"): "" for p in sorted(packages)} | files
 
 # %% ../../nbs/export/01_source.ipynb #c92074bf
+@patch
+def cut(self:Travellers,
+    module:str,  # of a class
+    text:str,  # definition of a plainer class of its name
+    methods,  # of those that were patched into it, the names that travel
+):
+    "Let a class travel as a plainer one."
+    m, made = self.module(module), Statement(ast.parse(text).body[0], text)
+    name = made.node.name
+    kept = [made if name in s.binds else s for s in m.statements if s.owner != name or s.node.name in methods]
+    if made not in kept: raise KeyError(f"{module} has no definition of {name!r}")
+    m.statements = kept
+
+
 def travelling_source(
     *roots,  # (module, name) of what is needed, or (module, "Class.method") where a method is called from outside
     note:str,  # a line on where it comes from, and its licence
+    cut=(),  # arguments of `Travellers.cut`, for each class that travels as a plainer one
 ) -> dict:  # relative path → text
     "The files of a package that holds some definitions, and what they need of medlab."
     found = Travellers()
+    for c in cut: found.cut(*c)
     for module, name in roots:
         name, _, method = name.partition(".")
         if not found.module(module).binding(name): raise KeyError(f"{module} has no definition of {name!r}")

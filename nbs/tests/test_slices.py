@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nibabel as nib
@@ -10,12 +12,14 @@ import numpy as np
 import pydicom
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_cli import said
 
 from medlab import Run, Trainer, recipes
-from medlab.core import UserError
+from medlab.core import CaseFault, UserError
 from medlab.data.dicom import read_dicom
 from medlab.data.volume import read_volume, write_volume
+from medlab.nets.codec import maisi_autoencoder
 from medlab.slices.latents import LatentStore
 from medlab.slices.phantoms import write_ct_phantoms
 from medlab.slices.series import write_series
@@ -142,6 +146,53 @@ def test_an_autoencoder_is_frozen_beside_the_network_and_its_hash_alone_is_saved
         made = t.predict(patients / "data/PHANTOM-0000/thick.nii.gz")
     thick = read_volume(patients / "data/PHANTOM-0000/thick.nii.gz").data
     assert np.abs(made.data.reshape(len(thick), 5, *thick.shape[1:]).mean(1) - thick).max() < 0.5
+    with pytest.raises(UserError, match="is not the one that the run was trained with|is no file"):
+        (tmp_path / "exported").rename(tmp_path / "away")
+        Run(tmp_path / "run").export(tmp_path / "out")
+    (tmp_path / "away").rename(tmp_path / "exported")
+    assert Run(tmp_path / "run").export(tmp_path / "out", form="safetensors").forms == ("safetensors",)
+    shutil.rmtree(tmp_path / "exported")  # the folder holds the autoencoder's weights, so its file is not needed
+    held, about = load_file(tmp_path / "out/models/model.safetensors"), json.loads((tmp_path / "out/configs/metadata.json").read_text())
+    assert all(torch.equal(held[f"codec.{k}"], v) for k, v in before.items()) and about["medlab"]["settings"]["coded"]["kind"] == "maisi"
+    assert "codec.…: that of the file they were loaded from" in (tmp_path / "out/docs/README.md").read_text()
+    line = [sys.executable, tmp_path / "out/load.py", tmp_path / "again.nii.gz", patients / "data/PHANTOM-0000/thick.nii.gz"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert np.abs(read_volume(tmp_path / "again.nii.gz").data - made.data).max() <= 1e-6 * np.abs(made.data).max()
+
+
+def codec_folder(folder, **sizes):
+    "An autoencoder with random weights, as `medlab export` of a run of the recipe codec leaves it."
+    (folder / "configs").mkdir(parents=True)
+    (folder / "models").mkdir()
+    (folder / "configs/metadata.json").write_text(json.dumps(dict(medlab=dict(recipe=["", "", sizes]))))
+    torch.manual_seed(0)
+    network = maisi_autoencoder(**sizes)
+    save_file(network.state_dict(), folder / "models/model.safetensors")
+    torch.save(network.state_dict(), folder / "other.pt")
+    return folder
+
+
+def test_check_shows_what_coding_alone_loses_before_there_are_latents(patients, tmp_path, monkeypatch):
+    held = codec_folder(tmp_path / "codec", channels=[8, 16], blocks=[1, 1], latent_channels=4, groups=4)
+    load = recipes.SliceInterpolation.load
+    def one_fails(self, case, **kw):
+        if case == "PHANTOM-0001": raise CaseFault(case, "its file is gone")
+        return load(self, case, **kw)
+
+    monkeypatch.setattr(recipes.SliceInterpolation, "load", one_fails)
+    monkeypatch.setattr("medlab.cli.check.CHEAP", 0)  # no case is scored
+    words = ("check", "slice_interpolation", "--data-root", patients / "data", "--latents", tmp_path / "latents", "--val", 0, "--test", 0, *SMALL[:3])
+    status, out, err = said(*words, "--codec", held, "--image-size", "16,16,16")
+    assert status == 0, err
+    rows = [line.split() for line in out.splitlines() if line.startswith(("volume", "PHANTOM-", "mean of 4"))]
+    assert rows[0] == ["volume", "thick", "way", "psnr", "ssim", "mae", "air", "lung", "fat", "soft", "bone"] and len(rows) == 1 + 5 * 3
+    assert [r[2] for r in rows[1:4]] == ["cubic", "autoencoder", "ceiling"] and all("acquired" in r for r in rows[1:])
+    assert "left out: PHANTOM-0001: its file is gone" in out and "BELOW cubic" in out and "4 of 5 training cases in" in out
+    status, out, err = said(*words)
+    assert status == 0 and "more than cubic interpolation" in out and "autoencoder" not in out and "dct: 16 channels" in out
+    status, out, err = said(*words, "--codec", held / "other.pt")
+    assert status == 2 and "does not fit the autoencoder of 130 tensors" in err and "of another shape" in err and "psnr" not in out
 
 
 @pytest.mark.skipif(not (DATA / "dicom").is_dir(), reason="the real scans are not here: set MEDLAB_DATA")
