@@ -162,7 +162,8 @@ def read_yaml(
     known, out = known_keys(cls), {}
     for written, value in _load_yaml(path).items():
         key = current_name(written, known)
-        if key not in known: raise UnknownName(f"key in {Path(path).name}", str(key), known, cls.Knobs.answers.get(key, ""))
+        if key not in known:
+            raise UnknownName(f"key in {Path(path).name}", str(key), known, cls.Knobs.answers.get(key, ""))
         if key in out: raise UserError(f"{path} sets {key!r} twice, once by its old name; leave out one of the two")
         out[key] = value
     return out

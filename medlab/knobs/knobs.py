@@ -197,8 +197,8 @@ class CleanupKnobs(HasTraits):
 class Knobs(LearningRateKnobs, GradientKnobs, SpeedKnobs, DataKnobs, LossScaleKnobs, EscalationKnobs, FaultKnobs,
         MemoryKnobs, CleanupKnobs):
     "Values that may change while training runs; a recipe's knobs extend these."
-    answers = dict.fromkeys(("validate_every", "val_interval", "eval_every"), "val_every_steps says after how many steps "
-        "held-out cases are scored, and val_share how much of the time that may take")  # name elsewhere → what is here
+    answers = dict.fromkeys(("validate_every", "val_interval", "eval_every"), "val_every_steps says after how many "
+        "steps held-out cases are scored, and val_share how much of the time that may take")  # name elsewhere → here
 
     def __init__(self,
         **values,  # knob → value, validated

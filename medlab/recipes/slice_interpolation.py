@@ -43,8 +43,8 @@ from ..slices.series import write_series
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #1d7f909d
 class SliceInterpolationKnobs(Knobs):
     "Knobs of the slice interpolation."
-    answers = Knobs.answers | dict(freeze_codec="the codec is always frozen here, in evaluation mode, without gradients, "
-        "outside the optimizer, in the checkpoint by its hash alone; there is nothing to switch")
+    answers = Knobs.answers | dict(freeze_codec="the codec is always frozen here, in evaluation mode, without "
+        "gradients, outside the optimizer, in the checkpoint by its hash alone; there is nothing to switch")
     lr = Real(1e-4, 0, 10, above=True, help=Knobs.class_traits()["lr"].help
     ).tag(unit="per step", concern="learning rate")
     clip_norm = Real(1.0, 0, 1e9, above=True, allow_none=True, help=Knobs.class_traits()["clip_norm"].help
@@ -74,7 +74,7 @@ class SliceInterpolation(Recipe):
     codec: str = "dct"  # "dct", "pca", or the file of an autoencoder, see `load_codec`
     encode_chunk: int = 32  # slices that an autoencoder encodes at once, see `nets.codec.Codec`; 0: the whole volume
     decode_chunk: int = 8  # slices of latents that it decodes at once; 0: all
-    exact: bool = True  # chunks give the whole volume's numbers; False: an autoencoder's chunks know nothing of each other
+    exact: bool = True  # with the numbers of the whole volume; False: its chunks know nothing of each other
     store: str = "memory"  # where its activations wait meanwhile: "memory", "pinned" or "disk", see `stream`
     components: int = 10  # channels of "pca", ≥ 1
     image_size: tuple = None  # window (z, y, x) of thin voxels that the network sees; None: by the codec

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from fastcore.basics import patch
-from torch import Tensor
 
 from ..core import CaseFault, UserError
 from ..nets.codec import to_unit
@@ -47,7 +46,8 @@ def middle_slices(
     thin, valid = loaded.thin[thin_box], loaded.valid[thin_box]
     made = average(weights, torch.from_numpy(thin).contiguous()).numpy()
     thick = made if loaded.simulated else loaded.thick[(slice(start, start + k), *thin_box[1:])]
-    return replace(loaded, thin=thin, valid=valid, thick=thick, weights=weights, like=template(loaded.like, first, sides))
+    like = template(loaded.like, first, sides)
+    return replace(loaded, thin=thin, valid=valid, thick=thick, weights=weights, like=like)
 
 # %% ../../nbs/slices/08_ceiling.ipynb #bfb4e19c
 @torch.no_grad()
@@ -155,8 +155,8 @@ def verdict(self:Ceiling) -> str:
     gain = best["psnr"] - cubic["psnr"]
     if not gain > 0: return (f"the ceiling lies {-gain:.2f} dB BELOW cubic interpolation, and what is trained in these "
         "latents aims at no more; take another codec, such as codec=dct")
-    return (f"ceiling: perfect latents give {gain:.2f} dB more than cubic interpolation and {best['mae']:.3g} HU of error "
-        f"instead of {cubic['mae']:.3g}; what is trained in these latents aims at no more")
+    return (f"ceiling: perfect latents give {gain:.2f} dB more than cubic interpolation and {best['mae']:.3g} HU of "
+        f"error instead of {cubic['mae']:.3g}; what is trained in these latents aims at no more")
 
 
 @patch(as_prop=True)
