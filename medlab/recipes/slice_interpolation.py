@@ -286,7 +286,7 @@ def remember(self:SliceInterpolation, info):
     self._remember_codec(info["codec"])
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #451af927
-MOST = dict(cpu=2**19, cuda=2**23)  # voxels of a case that an autoencoder's ceiling is measured on
+MOST = dict(cpu=2**17, cuda=2**23)  # voxels of a case that an autoencoder's ceiling is measured on
 
 
 @patch
