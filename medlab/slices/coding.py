@@ -8,6 +8,7 @@ __all__ = ['base_volume', 'Coded', 'code_base', 'code_case', 'content_of', 'Plan
 
 # %% ../../nbs/slices/06_coding.ipynb #cdd332ca
 import math
+import tempfile
 import time
 from dataclasses import dataclass, replace
 
@@ -168,6 +169,14 @@ def _slab(loaded, slices):
         weights=loaded.weights[:slices, :n])
 
 
+def _seconds_of(slab, codec, device, clock):
+    "How long a slab is coded and written."
+    with tempfile.TemporaryDirectory() as folder:
+        start = clock()
+        LatentStore(folder).put("slab", **code_case(slab, codec, device))
+        return clock() - start
+
+
 def foretell_seconds(
     plan:Plan,  # of `plan_latents`
     shapes:dict,  # name → (z, y, x) of the thin grid
@@ -181,9 +190,7 @@ def foretell_seconds(
     if not plan.missing: return 0.0
     start, name = clock(), plan.missing[0]
     slab = _slab(load(name), min(slices, shapes[name][0] // 2))
-    times = [start, clock()]
-    for _ in range(2):
-        code_case(slab, codec, device)
-        times.append(clock())
+    reading, coding = clock() - start, _seconds_of(slab, codec, device, clock)
+    if coding < 1: coding = _seconds_of(slab, codec, device, clock)  # the first time warms up
     voxels = sum(math.prod(shapes[n]) for n in plan.missing)
-    return voxels * ((times[1] - times[0]) / math.prod(shapes[name]) + (times[3] - times[2]) / slab.thin.size)
+    return voxels * (reading / math.prod(shapes[name]) + coding / slab.thin.size)
