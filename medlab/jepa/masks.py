@@ -6,7 +6,7 @@
 __all__ = ['TRIES', 'DRAWS', 'CUTS', 'KINDS', 'MultiBlock', 'block_size', 'RandomMask', 'TubeMask', 'Masks', 'draw_masks',
            'mask_kinds']
 
-# %% ../../nbs/jepa/00_masks.ipynb #0654724a
+# %% ../../nbs/jepa/00_masks.ipynb #545ff414
 import math
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core import UnknownName, UserError
 
-# %% ../../nbs/jepa/00_masks.ipynb #a1b0e442
+# %% ../../nbs/jepa/00_masks.ipynb #19b131f3
 def _check_range(name, values, high=1.0):
     "Raise `UserError` for what is no range of positive numbers."
     sound = isinstance(values, (tuple, list)) and len(values) == 2 and all(math.isfinite(v) for v in values)
@@ -52,7 +52,7 @@ def block_size(
     h, w = round(math.sqrt(tokens * aspect)), round(math.sqrt(tokens / aspect))
     return max(1, int(box[0] * t)), min(max(1, h), box[1]), min(max(1, w), box[2])
 
-# %% ../../nbs/jepa/00_masks.ipynb #abe185c6
+# %% ../../nbs/jepa/00_masks.ipynb #bad59136
 def _int_below(n, g): return int(torch.randint(n, (), generator=g))
 
 
@@ -75,7 +75,7 @@ def _draw_blocks(kind, boxes, g):
                 f"of a volume of {tuple(box)}; take fewer or smaller blocks, or smaller patches")
         yield hidden
 
-# %% ../../nbs/jepa/00_masks.ipynb #86b9e9e2
+# %% ../../nbs/jepa/00_masks.ipynb #f46a17c1
 def _check_ratio(ratio):
     if not 0 < ratio < 1: raise UserError(f"mask ratio {ratio} must lie between 0 and 1, both excluded; such as 0.6")
 
@@ -107,7 +107,7 @@ def _some(count, ratio, box, g):
     hidden[torch.randperm(count, generator=g)[:n].numpy()] = True
     return hidden
 
-# %% ../../nbs/jepa/00_masks.ipynb #807e9443
+# %% ../../nbs/jepa/00_masks.ipynb #3d1c037a
 def _draw_random(kind, boxes, g):
     for box in boxes: yield _some(math.prod(box), kind.ratio, box, g).reshape(box)
 
@@ -118,7 +118,7 @@ def _draw_tubes(kind, boxes, g):
 
 DRAWS = {MultiBlock: _draw_blocks, RandomMask: _draw_random, TubeMask: _draw_tubes}
 
-# %% ../../nbs/jepa/00_masks.ipynb #3e39390e
+# %% ../../nbs/jepa/00_masks.ipynb #a1ec9f5e
 @dataclass(frozen=True)
 class Masks:
     "One group of masks of a batch."
@@ -136,22 +136,26 @@ class Masks:
 CUTS = ("last", "random")
 
 
+def _some_of(row, n, g): return row[torch.randperm(len(row), generator=g)[:n].sort().values]
+
+
 def _cut(rows, cut, g):
     "Rows of numbers, each as long as the shortest."
     n = min(map(len, rows))
-    if cut == "last": return torch.stack([r[:n] for r in rows])
-    return torch.stack([r[torch.randperm(len(r), generator=g)[:n].sort().values] for r in rows])
+    return torch.stack([row[:n] if cut == "last" else _some_of(row, n, g) for row in rows])
 
-# %% ../../nbs/jepa/00_masks.ipynb #09ddcd47
+# %% ../../nbs/jepa/00_masks.ipynb #df7fb73c
 def draw_masks(
     kinds,  # of `MultiBlock`, `RandomMask` or `TubeMask`: one for each group
     boxes,  # (z, y, x) tokens of each volume of the batch
     g:torch.Generator,  # of the step: `generator(seed, "masks", step)`
     grid=None,  # (z, y, x) tokens of the array; None: that of the largest box
     cut:str="last",  # what is left out for equal numbers: "last", as in the public code, or "random"
+    targets:int=0,  # predict at most so many of the hidden tokens, any of them; 0: all
 ) -> list:  # of `Masks`, one for each kind
     "Draw what is hidden; raises `UserError` where no context or no target would be left."
     if cut not in CUTS: raise UnknownName("cut", cut, CUTS)
+    if targets < 0: raise UserError(f"targets={targets} must be 0, for all hidden tokens, or above")
     grid = tuple(grid or map(max, zip(*boxes)))
     number = np.arange(math.prod(grid)).reshape(grid)
     out = []
@@ -161,11 +165,12 @@ def draw_masks(
             own = number[tuple(map(slice, box))]
             for row, chosen in zip(rows, (~hidden, hidden)): row.append(torch.from_numpy(own[chosen]))
         context, target = (_cut(row, cut, g) for row in rows)
+        if 0 < targets < target.shape[1]: target = torch.stack([_some_of(row, targets, g) for row in target])
         share = lambda ids: float((ids.shape[1] / n).mean())
         out.append(Masks(context, target, 1 - share(context), share(target)))
     return out
 
-# %% ../../nbs/jepa/00_masks.ipynb #a0b65c26
+# %% ../../nbs/jepa/00_masks.ipynb #b6906f9b
 KINDS = ("blocks", "random", "tube")
 
 
