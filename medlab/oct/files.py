@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'OCTCase', 'OCTPhantomCase', 'oct_phantom_cases', 'find_oct', 'inspect_oct_case', 'inspect_oct',
            'reason_kind', 'FaultTable', 'faults_by_manufacturer']
 
-# %% ../../nbs/oct/02_files.ipynb #1ea7602a
+# %% ../../nbs/oct/02_files.ipynb #26a073fd
 import csv
 import os
 import re
@@ -31,7 +31,7 @@ from .scans import (MAKERS, UNKNOWN, VENDOR_FILES, OCTScan, domain_of, eye_of, h
                               oct_header, page_count, read_oct_dicom, read_pages, read_stack, read_vendor_file,
                               vendor_facts, vendor_volumes)
 
-# %% ../../nbs/oct/02_files.ipynb #62502abb
+# %% ../../nbs/oct/02_files.ipynb #0afd542e
 KINDS = ("dicom", "stack", "tiff", "nifti", "vendor")
 
 
@@ -58,7 +58,7 @@ class OCTCase:
     @property
     def modalities(self) -> tuple: "What the case holds, for reports."; return ("oct",)
 
-# %% ../../nbs/oct/02_files.ipynb #d0e3d32f
+# %% ../../nbs/oct/02_files.ipynb #e97db2b7
 def _refuse_scan(where, data):
     "Raise for what is no volume, is constant, or holds NaN."
     if data.ndim != 3 or min(data.shape) < 2:
@@ -85,7 +85,7 @@ def read(self:OCTCase) -> OCTScan:
     return replace(scan, spacing=self.spacing or scan.spacing, patient=self.patient, eye=self.eye,
                    manufacturer=self.manufacturer, notes=(*self.notes, *scan.notes))
 
-# %% ../../nbs/oct/02_files.ipynb #3fe18f72
+# %% ../../nbs/oct/02_files.ipynb #47fe39e8
 class OCTPhantomCase:
     "A synthetic scan as a case, made anew each time it is read."
     fault, notes, files, kind, modalities = "", (), {}, "phantom", ("oct",)
@@ -123,7 +123,7 @@ def oct_phantom_cases(
     every = ((p, eye, s) for p in range(patients) for eye in EYES for s in range(scans))
     return [OCTPhantomCase(seed * 100_000 + p, eye, s, **kw) for p, eye, s in every]
 
-# %% ../../nbs/oct/02_files.ipynb #e1e5a68a
+# %% ../../nbs/oct/02_files.ipynb #22091f48
 _SIDE = re.compile(r"(?:^|[-_. ])(OD|OS|right|left|R|L)(?=$|[-_. ])", re.IGNORECASE)
 
 
@@ -149,7 +149,7 @@ def _case(root, paths, kind, name, facts=("", "", ""), **more):
              zip(("patient", "eye", "manufacturer"), place, facts) if value and not told]
     return OCTCase(name, tuple(paths), kind, patient, eye, maker or "unknown", notes=tuple(notes), **more)
 
-# %% ../../nbs/oct/02_files.ipynb #0fa3a72e
+# %% ../../nbs/oct/02_files.ipynb #439f7954
 def _dicom_cases(root, paths):
     "Volumes of DICOM files: a file of many frames is one, and so are the single frames of a series."
     series = {}
@@ -177,7 +177,7 @@ def _vendor_cases(root, path):
     name = lambda i: path.stem + f"_{i}" * (len(volumes) > 1)
     return [_case(root, [path], "vendor", name(i), vendor_facts(path, v), index=i) for i, v in enumerate(volumes)]
 
-# %% ../../nbs/oct/02_files.ipynb #9cf19a0c
+# %% ../../nbs/oct/02_files.ipynb #7b8fe42f
 def _image_cases(root, paths):
     "Volumes of images: a TIFF of many pages is one, and so are the images of one format in a folder."
     stacks = {}
@@ -198,7 +198,7 @@ def _cases_in(root, files):
             *(c for p in vendors for c in _vendor_cases(root, p)),
             *(_case(root, [p], "nifti", _stem(p)) for p in volumes)]
 
-# %% ../../nbs/oct/02_files.ipynb #a23dc34c
+# %% ../../nbs/oct/02_files.ipynb #6c57e889
 _COLUMNS = ("path", "case", "patient", "eye", "manufacturer", "spacing")
 
 
@@ -228,7 +228,7 @@ def _entry(path, i, row):
     if len(found) != 1: raise UserError(f"{where}: {file} holds {len(found)} volumes; name one for each entry")
     return replace(found[0], **{k: v for k, v in told.items() if v})
 
-# %% ../../nbs/oct/02_files.ipynb #5c67810c
+# %% ../../nbs/oct/02_files.ipynb #45051a6e
 def _list(path):
     "The cases of a list."
     try:
@@ -261,7 +261,7 @@ def find_oct(
         made.append(c if seen[c.name] == 1 else replace(c, name=f"{c.name}_{seen[c.name]}"))
     return made
 
-# %% ../../nbs/oct/02_files.ipynb #8a68e268
+# %% ../../nbs/oct/02_files.ipynb #58ebf460
 def inspect_oct_case(
     case,  # anything with name, fault, manufacturer and read
 ) -> Check:
@@ -290,10 +290,10 @@ def inspect_oct(
     with ThreadPoolExecutor(max(1, min(threads, os.cpu_count() or 1))) as pool:
         return list(tqdm(pool.map(inspect_oct_case, cases), **bar))
 
-# %% ../../nbs/oct/02_files.ipynb #2e609e69
+# %% ../../nbs/oct/02_files.ipynb #38522261
 _KINDS_OF_REASON = (
-    ("no pixel data", "no pixel data"), ("extra not installed", "pip install"),
-    ("vendor's file unreadable", "OCT-Converter|no OCT volume|Analyze"), ("file is not there", "is not there"),
+    ("no pixel data", "no pixel data"), ("vendor's file unreadable", "OCT-Converter|no OCT volume|Analyze"),
+    ("extra not installed", "pip install"), ("file is not there", "is not there"),
     ("header damaged", "damaged DICOM header|damaged NIfTI header|no NIfTI file"),
     ("pixels damaged", "cannot be (decoded|read)|truncated|ends early|is damaged|is empty"),
     ("colours", "colours|alpha channel"), ("one frame only", "one frame only|2D image|one image"),
@@ -308,7 +308,7 @@ def reason_kind(
     "The kind of a reason, for counting; other for one of no known kind."
     return next((kind for kind, words in _KINDS_OF_REASON if re.search(words, reason)), "other")
 
-# %% ../../nbs/oct/02_files.ipynb #ae7a7f71
+# %% ../../nbs/oct/02_files.ipynb #5be3bf93
 @dataclass(repr=False)
 class FaultTable:
     "What cannot be read, counted by manufacturer."
