@@ -6,7 +6,7 @@
 __all__ = ['BALANCES', 'STANDARDS', 'split_oct', 'domain_places', 'place_cases', 'LoadedOCT', 'load_oct', 'OCTVariation',
            'OCTDataset']
 
-# %% ../../nbs/oct/03_domains.ipynb #fdd910c7
+# %% ../../nbs/oct/03_domains.ipynb #58d9eea7
 from collections import Counter
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from ..data.split import Split, split_cases
 from ..data.volume import _smoothed
 from .phantoms import _speckle
 
-# %% ../../nbs/oct/03_domains.ipynb #22688f47
+# %% ../../nbs/oct/03_domains.ipynb #c42d7623
 def split_oct(
     cases,  # the sound ones, with name, patient and manufacturer
     seed:int,  # of the run
@@ -40,7 +40,7 @@ def split_oct(
     joined = [sorted(n for s in parts.values() for n in getattr(s, k)) for k in ("train", "val", "test")]
     return Split(*joined, seed, note)
 
-# %% ../../nbs/oct/03_domains.ipynb #4a6f7e97
+# %% ../../nbs/oct/03_domains.ipynb #37c98d9b
 BALANCES = ("even", "sqrt", "size")
 
 
@@ -56,7 +56,7 @@ def domain_places(
     longest = max(n / weight[d] for d, n in sizes.items())
     return {d: max(n, round(longest * weight[d])) for d, n in sizes.items()}
 
-
+# %% ../../nbs/oct/03_domains.ipynb #3724a667
 def place_cases(
     domains,  # of each case, in their order
     balance:str="even",  # see `domain_places`
@@ -72,7 +72,7 @@ def place_cases(
         places += cases * (n // len(cases)) + [cases[k] for k in sorted(more)]
     return places
 
-# %% ../../nbs/oct/03_domains.ipynb #a25600cc
+# %% ../../nbs/oct/03_domains.ipynb #2635ef42
 STANDARDS = ("z", "range", "none")
 
 
@@ -91,7 +91,7 @@ class LoadedOCT:
     @property
     def nbytes(self) -> int: "Bytes of its arrays, for the cache."; return self.image.nbytes + self.seen.nbytes
 
-
+# %% ../../nbs/oct/03_domains.ipynb #3165a3ce
 def _new_size(scan, spacing, unknown):
     "((z, y, x) voxels of a scan in another spacing, notes); raises `UserError` where a size is unknown and refused."
     size, notes = [], []
@@ -105,7 +105,7 @@ def _new_size(scan, spacing, unknown):
             notes.append(f"the distance of its {axis} is unknown: they were left as they are, not brought to {t:g} mm")
     return tuple(size), notes
 
-# %% ../../nbs/oct/03_domains.ipynb #864e078f
+# %% ../../nbs/oct/03_domains.ipynb #b8820fc6
 def _resized(data, size):
     "(1, z, y, x) over the same extent in another number of voxels."
     step = np.array([n / m for n, m in zip(data.shape[1:], size)])
@@ -122,7 +122,7 @@ def _standardized(image, seen, standard):
     if not scale > 0: raise UserError("is constant where it holds something")
     return (image - low) / scale - float(standard == "range")
 
-
+# %% ../../nbs/oct/03_domains.ipynb #15d04895
 def load_oct(
     case,  # with name, patient, manufacturer, eye and read
     spacing=None,  # (z, y, x) mm that is asked for, None for an axis that stays; None: all stay
@@ -143,7 +143,7 @@ def load_oct(
     now = tuple(float(s * n / m) for s, n, m in zip(scan.spacing, scan.data.shape, size))
     return LoadedOCT(image, seen[at], now, case.name, case.manufacturer, case.patient, case.eye, (*scan.notes, *notes))
 
-# %% ../../nbs/oct/03_domains.ipynb #016878ab
+# %% ../../nbs/oct/03_domains.ipynb #7174f601
 @dataclass(frozen=True)
 class OCTVariation:
     "What is varied, and how much; raises `UserError` for values out of range."
@@ -156,7 +156,7 @@ class OCTVariation:
         for k, high in dict(flip=1, gain=1, shift=10, speckle=1).items():
             if not 0 <= getattr(self, k) <= high: raise UserError(f"{k}={getattr(self, k)} must be in [0, {high}]")
 
-
+# %% ../../nbs/oct/03_domains.ipynb #f9a24bfb
 @patch
 def __call__(self:OCTVariation,
     image:torch.Tensor,  # (1, z, y, x)
@@ -174,7 +174,7 @@ def __call__(self:OCTVariation,
         image = floor + (image - floor) * torch.from_numpy(field)
     return torch.where(valid, image * float(np.exp(self.gain * gain)) + float(self.shift * shift), 0.0), valid
 
-# %% ../../nbs/oct/03_domains.ipynb #39bd6ea2
+# %% ../../nbs/oct/03_domains.ipynb #c8ed1cbc
 def _refuse_settings(cases, size, spacing):
     "Raise for settings with which no sample can be made."
     if not cases: raise UserError("no case to make a dataset of; at least one is needed")
@@ -183,7 +183,7 @@ def _refuse_settings(cases, size, spacing):
         raise UserError(f"spacing {tuple(spacing)} must be three sizes (z, y, x) in mm above 0, or None for an axis "
                         "that stays")
 
-
+# %% ../../nbs/oct/03_domains.ipynb #d751f74c
 class OCTDataset(torch.utils.data.Dataset):
     "Scans as samples of one size, `ds[place, seed]`, of each domain as many as asked for; and whole, `ds.whole(case)`."
     seeded = True  # an item is drawn from a seed, see `batches.loading`
@@ -205,7 +205,7 @@ class OCTDataset(torch.utils.data.Dataset):
         self.places = place_cases([c.manufacturer for c in self.cases], balance, seed)
         self.volumes = ByteCache(cache_bytes)
 
-# %% ../../nbs/oct/03_domains.ipynb #4e7fc98c
+# %% ../../nbs/oct/03_domains.ipynb #56df48cd
 @patch
 def __len__(self:OCTDataset): return len(self.places)
 
@@ -231,13 +231,13 @@ def _cut(self:OCTDataset, got, start):
     valid = cut_patch(seen, start, self.size, False)
     return torch.where(valid, cut_patch(got.image, start, self.size, 0.0), 0.0), valid
 
-
+# %% ../../nbs/oct/03_domains.ipynb #9519274f
 def _sample(got, image, valid):
     "A sample as it goes into a batch."
     return dict(image=image, valid=valid, spacing=got.spacing, domain=got.domain, patient=got.patient, eye=got.eye,
                 case=got.name)
 
-# %% ../../nbs/oct/03_domains.ipynb #1e03a7f5
+# %% ../../nbs/oct/03_domains.ipynb #d76e99db
 @patch
 def __getitem__(self:OCTDataset, key):
     "A dict of image, valid, spacing, domain, patient, eye and case; raises `CaseFault`."

@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'OCTCase', 'OCTPhantomCase', 'oct_phantom_cases', 'find_oct', 'inspect_oct_case', 'inspect_oct',
            'reason_kind', 'FaultTable', 'faults_by_manufacturer']
 
-# %% ../../nbs/oct/02_files.ipynb #26a073fd
+# %% ../../nbs/oct/02_files.ipynb #19036ed7
 import csv
 import os
 import re
@@ -31,10 +31,10 @@ from .scans import (MAKERS, UNKNOWN, VENDOR_FILES, OCTScan, domain_of, eye_of, h
                               oct_header, page_count, read_oct_dicom, read_pages, read_stack, read_vendor_file,
                               vendor_facts, vendor_volumes)
 
-# %% ../../nbs/oct/02_files.ipynb #0afd542e
+# %% ../../nbs/oct/02_files.ipynb #600ad226
 KINDS = ("dicom", "stack", "tiff", "nifti", "vendor")
 
-
+# %% ../../nbs/oct/02_files.ipynb #b99e36db
 @dataclass(frozen=True)
 class OCTCase:
     "One OCT volume. It holds paths only, so that it travels to worker processes."
@@ -58,7 +58,7 @@ class OCTCase:
     @property
     def modalities(self) -> tuple: "What the case holds, for reports."; return ("oct",)
 
-# %% ../../nbs/oct/02_files.ipynb #e97db2b7
+# %% ../../nbs/oct/02_files.ipynb #408a001d
 def _refuse_scan(where, data):
     "Raise for what is no volume, is constant, or holds NaN."
     if data.ndim != 3 or min(data.shape) < 2:
@@ -67,7 +67,7 @@ def _refuse_scan(where, data):
     _refuse_nonfinite(where, data.T)
     if data.min() == data.max(): raise UserError(f"{where}: is constant: every voxel holds {data.min():g}")
 
-
+# %% ../../nbs/oct/02_files.ipynb #bae84e84
 @patch
 def read(self:OCTCase) -> OCTScan:
     "The volume and what its file says; raises `UserError` where it cannot be read, or is none."
@@ -85,7 +85,7 @@ def read(self:OCTCase) -> OCTScan:
     return replace(scan, spacing=self.spacing or scan.spacing, patient=self.patient, eye=self.eye,
                    manufacturer=self.manufacturer, notes=(*self.notes, *scan.notes))
 
-# %% ../../nbs/oct/02_files.ipynb #47fe39e8
+# %% ../../nbs/oct/02_files.ipynb #1e4b8c47
 class OCTPhantomCase:
     "A synthetic scan as a case, made anew each time it is read."
     fault, notes, files, kind, modalities = "", (), {}, "phantom", ("oct",)
@@ -111,7 +111,7 @@ class OCTPhantomCase:
         p = self.phantom()
         return OCTScan(p.data.astype(np.float32), p.spacing, p.patient, p.eye, p.manufacturer)
 
-
+# %% ../../nbs/oct/02_files.ipynb #649e6e53
 def oct_phantom_cases(
     patients:int,  # ≥ 1
     seed:int=0,  # of the cohort
@@ -123,7 +123,7 @@ def oct_phantom_cases(
     every = ((p, eye, s) for p in range(patients) for eye in EYES for s in range(scans))
     return [OCTPhantomCase(seed * 100_000 + p, eye, s, **kw) for p, eye, s in every]
 
-# %% ../../nbs/oct/02_files.ipynb #22091f48
+# %% ../../nbs/oct/02_files.ipynb #e1bedf72
 _SIDE = re.compile(r"(?:^|[-_. ])(OD|OS|right|left|R|L)(?=$|[-_. ])", re.IGNORECASE)
 
 
@@ -149,7 +149,7 @@ def _case(root, paths, kind, name, facts=("", "", ""), **more):
              zip(("patient", "eye", "manufacturer"), place, facts) if value and not told]
     return OCTCase(name, tuple(paths), kind, patient, eye, maker or "unknown", notes=tuple(notes), **more)
 
-# %% ../../nbs/oct/02_files.ipynb #439f7954
+# %% ../../nbs/oct/02_files.ipynb #086947b2
 def _dicom_cases(root, paths):
     "Volumes of DICOM files: a file of many frames is one, and so are the single frames of a series."
     series = {}
@@ -167,7 +167,7 @@ def _dicom_cases(root, paths):
         name = _stem(files[0][1]) if len(files) == 1 else files[0][1].parent.name
         yield _case(root, [f[1] for f in files], "dicom", name, header_facts(files[0][2]))
 
-
+# %% ../../nbs/oct/02_files.ipynb #ae78a8d6
 def _vendor_cases(root, path):
     "The volumes of a vendor's file, or one case with the reason why there is none."
     try: volumes = vendor_volumes(path)
@@ -177,7 +177,7 @@ def _vendor_cases(root, path):
     name = lambda i: path.stem + f"_{i}" * (len(volumes) > 1)
     return [_case(root, [path], "vendor", name(i), vendor_facts(path, v), index=i) for i, v in enumerate(volumes)]
 
-# %% ../../nbs/oct/02_files.ipynb #7b8fe42f
+# %% ../../nbs/oct/02_files.ipynb #8cc4cecf
 def _image_cases(root, paths):
     "Volumes of images: a TIFF of many pages is one, and so are the images of one format in a folder."
     stacks = {}
@@ -198,7 +198,7 @@ def _cases_in(root, files):
             *(c for p in vendors for c in _vendor_cases(root, p)),
             *(_case(root, [p], "nifti", _stem(p)) for p in volumes)]
 
-# %% ../../nbs/oct/02_files.ipynb #6c57e889
+# %% ../../nbs/oct/02_files.ipynb #fcb65b05
 _COLUMNS = ("path", "case", "patient", "eye", "manufacturer", "spacing")
 
 
@@ -210,7 +210,7 @@ def _spacing_of(where, text):
     if len(sizes) == 3 and all(s > 0 and np.isfinite(s) for s in sizes): return sizes
     raise UserError(f"{where}: spacing {text!r} must be three sizes (z, y, x) in mm above 0, such as '0.12 0.004 0.01'")
 
-
+# %% ../../nbs/oct/02_files.ipynb #f09f16c2
 def _entry(path, i, row):
     "One row of a list as a case."
     for k in row:
@@ -228,7 +228,7 @@ def _entry(path, i, row):
     if len(found) != 1: raise UserError(f"{where}: {file} holds {len(found)} volumes; name one for each entry")
     return replace(found[0], **{k: v for k, v in told.items() if v})
 
-# %% ../../nbs/oct/02_files.ipynb #45051a6e
+# %% ../../nbs/oct/02_files.ipynb #f352e8c0
 def _list(path):
     "The cases of a list."
     try:
@@ -244,7 +244,7 @@ def _found(root):
     every = [(folder, c) for folder, files in _folders(root) for c in _cases_in(root, files)]
     return _rename_doubles([c for _, c in every], [f.relative_to(root) for f, _ in every])
 
-
+# %% ../../nbs/oct/02_files.ipynb #211ab4e7
 def find_oct(
     root,  # a folder at any depth, one file, or a list (.csv)
 ) -> list:  # of `OCTCase`, sorted by name; those that cannot be read among them
@@ -261,7 +261,7 @@ def find_oct(
         made.append(c if seen[c.name] == 1 else replace(c, name=f"{c.name}_{seen[c.name]}"))
     return made
 
-# %% ../../nbs/oct/02_files.ipynb #58ebf460
+# %% ../../nbs/oct/02_files.ipynb #3e086cde
 def inspect_oct_case(
     case,  # anything with name, fault, manufacturer and read
 ) -> Check:
@@ -278,7 +278,7 @@ def inspect_oct_case(
     if gone: check.say("", f"{gone} of {len(scan.seen)} frames hold nothing", fatal=False)
     return check
 
-
+# %% ../../nbs/oct/02_files.ipynb #ad9597c5
 def inspect_oct(
     cases,  # any iterable of cases
     threads:int=1,  # a volume of 128 × 1024 × 512 takes about 0.5 GB while it is read
@@ -290,7 +290,7 @@ def inspect_oct(
     with ThreadPoolExecutor(max(1, min(threads, os.cpu_count() or 1))) as pool:
         return list(tqdm(pool.map(inspect_oct_case, cases), **bar))
 
-# %% ../../nbs/oct/02_files.ipynb #38522261
+# %% ../../nbs/oct/02_files.ipynb #b2cd3459
 _KINDS_OF_REASON = (
     ("no pixel data", "no pixel data"), ("vendor's file unreadable", "OCT-Converter|no OCT volume|Analyze"),
     ("extra not installed", "pip install"), ("file is not there", "is not there"),
@@ -308,7 +308,7 @@ def reason_kind(
     "The kind of a reason, for counting; other for one of no known kind."
     return next((kind for kind, words in _KINDS_OF_REASON if re.search(words, reason)), "other")
 
-# %% ../../nbs/oct/02_files.ipynb #5be3bf93
+# %% ../../nbs/oct/02_files.ipynb #f321b6ec
 @dataclass(repr=False)
 class FaultTable:
     "What cannot be read, counted by manufacturer."
@@ -336,11 +336,14 @@ class FaultTable:
 
     __repr__ = __str__
 
-    def _repr_html_(self):
-        body = "".join(_html_row(r, "td") for r in self.rows())
-        return f"<table>{_html_row(self._head, 'th')}{body}</table>"
+# %% ../../nbs/oct/02_files.ipynb #27e5ff82
+@patch
+def _repr_html_(self:FaultTable):
+    "The table in a notebook."
+    body = "".join(_html_row(r, "td") for r in self.rows())
+    return f"<table>{_html_row(self._head, 'th')}{body}</table>"
 
-
+# %% ../../nbs/oct/02_files.ipynb #b5536f9b
 def faults_by_manufacturer(
     checks,  # of `inspect_oct`
 ) -> FaultTable:

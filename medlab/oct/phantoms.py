@@ -6,13 +6,14 @@
 __all__ = ['LAYERS', 'LESIONS', 'TEXTURES', 'EYES', 'FIELD', 'VENDORS', 'DAMAGE', 'Vendor', 'OCTPhantom', 'oct_phantom',
            'oct_cohort', 'write_oct_dicom', 'write_oct_phantoms']
 
-# %% ../../nbs/oct/00_phantoms.ipynb #634da15f
+# %% ../../nbs/oct/00_phantoms.ipynb #afb169db
 import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import scipy.fft
+from fastcore.basics import patch
 from PIL import Image
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
@@ -24,7 +25,7 @@ from ..core import UnknownName, UserError, derive_seed
 from ..data.volume import Volume
 from ..phantoms import _centred_affine
 
-# %% ../../nbs/oct/00_phantoms.ipynb #8bcd1ac6
+# %% ../../nbs/oct/00_phantoms.ipynb #08799281
 LAYERS = ("vitreous", "NFL", "GCL+IPL", "INL", "OPL", "ONL", "EZ", "RPE", "drusen", "choroid", "fluid")
 LESIONS = ("normal", "fluid", "drusen", "thinning")
 TEXTURES = ("grains", "streaks", "rods", "columns")
@@ -35,7 +36,7 @@ _INNER = np.array([1, 1, 0.9, 0.6, 0.12, 0, 0], np.float32)  # what the foveal p
 _REFLECT = np.array([0.006, 0.60, 0.27, 0.085, 0.30, 0.06, 0.66, 0.95, 0.12, 0.24], np.float32)  # vitreous … choroid
 _FLUID = LAYERS.index("fluid")
 
-# %% ../../nbs/oct/00_phantoms.ipynb #2d84dfd1
+# %% ../../nbs/oct/00_phantoms.ipynb #7dc1f5ae
 @dataclass(frozen=True)
 class Vendor:
     "How a device sees an eye."
@@ -56,7 +57,7 @@ VENDORS = dict(
     B=Vendor("Phantom Beta", 0.80, 7, 6, 0.016, 27, 0.75, 2.6, 0.05, 0.04),
     C=Vendor("Phantom Gamma", 0.66, 11, 9, 0.016, 36, 1.35, 2.1, 0.35, -0.03))
 
-# %% ../../nbs/oct/00_phantoms.ipynb #ee4d5277
+# %% ../../nbs/oct/00_phantoms.ipynb #ca844a67
 def _waves(rng, n, cells, amount):
     "n smooth functions of (slow, fast) mm as (phase, direction, size) of a few cosines each; sum to about `amount`."
     k = rng.normal(0, cells * np.pi / FIELD, (n, 6, 2))
@@ -70,7 +71,7 @@ def _surface(waves, slow, fast):
     made = np.einsum("nkz,nkx->nzx", np.cos(a), np.cos(b)) - np.einsum("nkz,nkx->nzx", np.sin(a), np.sin(b))
     return (size[:, None, None] * made).astype(np.float32)
 
-# %% ../../nbs/oct/00_phantoms.ipynb #0712e13c
+# %% ../../nbs/oct/00_phantoms.ipynb #2f343eae
 @dataclass
 class _Eye:
     "What the scans of an eye share; lengths along depth in µm, across in mm."
@@ -88,18 +89,18 @@ class _Eye:
     choroid:float  # decay of the choroid, µm
     contrast:float  # of the texture, deviation of the logarithm of its power
 
-# %% ../../nbs/oct/00_phantoms.ipynb #a3ea31f2
+# %% ../../nbs/oct/00_phantoms.ipynb #bbb02a09
 def _lesion_spots(rng, lesion):
     "(slow, fast, size or share of the depth, radius slow, radius fast, radius along depth) of the parts of a lesion."
     u, at = rng.uniform, (rng.uniform(-1.5, 1.5), rng.uniform(-1.7, 1.7))
     near = lambda a, b: (at[0] + rng.normal(0, a), at[1] + rng.normal(0, b))
     if lesion == "fluid":
-        return [(*near(0.45, 0.4), u(0.3, 0.75), u(0.5, 0.9), u(0.3, 0.55), u(24, 40))
+        return [(*near(0.45, 0.4), u(0.3, 0.75), u(0.55, 1.0), u(0.32, 0.6), u(26, 42))
                 for _ in range(rng.integers(3, 7))]
     if lesion == "drusen":
-        return [(*near(0.6, 0.7), u(38, 62), u(0.4, 0.7), u(0.2, 0.36), 0)
+        return [(*near(0.6, 0.7), u(42, 70), u(0.45, 0.8), u(0.22, 0.4), 0)
                 for _ in range(rng.integers(5, 9))]
-    return [(*at, u(0.55, 0.8), u(1.0, 1.6), u(0.7, 1.1), 0)] if lesion == "thinning" else []
+    return [(*at, u(0.6, 0.85), u(1.2, 1.9), u(0.8, 1.25), 0)] if lesion == "thinning" else []
 
 
 def _eye(rng, side, lesion, texture):
@@ -109,9 +110,9 @@ def _eye(rng, side, lesion, texture):
     return _Eye(lesion, texture, _THICK * u(0.8, 1.15) * u(0.85, 1.15, 7).astype(np.float32),
                 (1 if side == "R" else -1) * u(0.08, 0.18), (u(-0.5, 0.5), u(-0.55, 0.55), u(0.55, 0.85), u(0.7, 0.92)),
                 u(-20, 65), _waves(rng, 7, 2.5, 3), _waves(rng, 1, 2, 11), vessels, _lesion_spots(rng, lesion),
-                [(u(-3, 3), u(-3, 3), u(0.1, 0.8)) for _ in range(rng.integers(0, 5))], u(110, 200), u(0.5, 0.65))
+                [(u(-3, 3), u(-3, 3), u(0.1, 0.8)) for _ in range(rng.integers(0, 5))], u(110, 200), u(0.65, 0.8))
 
-# %% ../../nbs/oct/00_phantoms.ipynb #e16d4756
+# %% ../../nbs/oct/00_phantoms.ipynb #8bc1f0b9
 def _bell(spot, slow, fast, wider=1.0):
     "(slow, fast) of a bell around a spot."
     z, x = (slow - spot[0]) / (wider * spot[3]), (fast - spot[1]) / (wider * spot[4])
@@ -134,7 +135,7 @@ def _thickness(eye, slow, fast):
     made[4] -= 0.75 * lift
     return np.concatenate([np.maximum(made, 3), lift[None]]).astype(np.float32)
 
-# %% ../../nbs/oct/00_phantoms.ipynb #3f0b7bd4
+# %% ../../nbs/oct/00_phantoms.ipynb #f7c6b44f
 def _boundaries(rng, eye, thick, slow, fast, window, lower):
     "(9, slow, fast) µm below the top of the volume: upper ends of NFL … drusen, and Bruch's membrane."
     side = fast / (FIELD / 2)
@@ -143,8 +144,8 @@ def _boundaries(rng, eye, thick, slow, fast, window, lower):
     bed = bed + rng.normal(0, 4, (len(slow), 1))  # the eye moves between frames
     return (bed - np.concatenate([np.cumsum(thick[::-1], 0)[::-1], np.zeros_like(bed)[None]])).astype(np.float32)
 
-# %% ../../nbs/oct/00_phantoms.ipynb #99ec04f6
-_LENGTHS = dict(grains=(0.16, 12, 0.11), streaks=(0.16, 12, 0.55), rods=(1.3, 12, 0.11), columns=(0.16, 62, 0.11))
+# %% ../../nbs/oct/00_phantoms.ipynb #3bc9fced
+_LENGTHS = dict(grains=(0.18, 16, 0.14), streaks=(0.18, 16, 1.1), rods=(2.0, 16, 0.14), columns=(0.18, 110, 0.14))
 
 
 def _field(rng, shape, sigma):
@@ -163,7 +164,7 @@ def _texture(rng, kind, shape, spacing):
     slow, deep, fast = _LENGTHS[kind]
     return _field(rng, shape, (slow / spacing[0], deep / 1000 / spacing[1], fast / spacing[2]))
 
-# %% ../../nbs/oct/00_phantoms.ipynb #40183d16
+# %% ../../nbs/oct/00_phantoms.ipynb #963b6949
 def _reflectivity(rng, tops, y, edge):
     "(z, y, x) of the layers, softened over `edge` µm."
     levels = _REFLECT * rng.uniform(0.85, 1.15, len(_REFLECT)).astype(np.float32)
@@ -185,7 +186,7 @@ def _cysts(eye, tops, y, slow, fast):
         np.maximum(full, np.clip((1.25 - far - ((fast - s[1]) / s[4]) ** 2) * 2, 0, 1), out=full)
     return full * ((y[:, None] > tops[1][:, None]) & (y[:, None] < tops[5][:, None]))
 
-# %% ../../nbs/oct/00_phantoms.ipynb #25d666ec
+# %% ../../nbs/oct/00_phantoms.ipynb #1cbf48b1
 def _vessels(eye, tops, y, slow, fast):
     "(light that vessels add (z, y, x), share of the light that gets past them (z, x))."
     wall, past = np.zeros((len(slow), len(fast)), np.float32), np.ones((len(slow), len(fast)), np.float32)
@@ -203,7 +204,7 @@ def _dots(eye, light, tops, y, slow, fast):
         j = int(np.abs(y - (tops[1, i, k] + share * (tops[5, i, k] - tops[1, i, k]))).argmin())
         light[i, j:j + 2, max(k - 1, 0):k + 1] = 0.8
 
-# %% ../../nbs/oct/00_phantoms.ipynb #5ca9f704
+# %% ../../nbs/oct/00_phantoms.ipynb #26dae1da
 def _light(rng, eye, tops, y, slow, fast, vendor, field):
     "(reflected light (z, y, x), fluid in [0, 1] or None)."
     light, fluid = _reflectivity(rng, tops, y, max(2 * vendor.axial, 1000 * vendor.window / len(y))), None
@@ -222,7 +223,7 @@ def _light(rng, eye, tops, y, slow, fast, vendor, field):
     light *= np.where(y[:, None] > tops[1][:, None] + 18, past[:, None], 1)
     return light * (1 + _surface(_waves(rng, 1, 1, 0.12), slow, fast)[0].clip(-0.4, 0.4))[:, None], fluid
 
-# %% ../../nbs/oct/00_phantoms.ipynb #0a51e83f
+# %% ../../nbs/oct/00_phantoms.ipynb #f0ec2cb8
 def _speckle(rng, shape, looks, along):
     "(z, y, x) gamma field of mean 1 and contrast 1/√looks, blurred by `along` voxels of depth."
     z = rng.standard_normal(shape, np.float32)
@@ -240,7 +241,7 @@ def _along_depth(x, taps):
     for i, t in enumerate(taps): out += t * wide[:, i:i + x.shape[1]]
     return out
 
-# %% ../../nbs/oct/00_phantoms.ipynb #4b086726
+# %% ../../nbs/oct/00_phantoms.ipynb #b4fcad09
 def _greys(rng, light, vendor, depth):
     "Greys of reflected light as a device stores them, uint8, and which frames are missing."
     seen = light * _speckle(rng, light.shape, vendor.looks, vendor.axial / (1000 * vendor.window / depth) / 1.4)
@@ -254,7 +255,7 @@ def _greys(rng, light, vendor, depth):
     made[gone] = 0
     return made, gone
 
-# %% ../../nbs/oct/00_phantoms.ipynb #a0c12b37
+# %% ../../nbs/oct/00_phantoms.ipynb #430f073d
 @dataclass
 class OCTPhantom:
     "A synthetic scan of one eye, and the answers."
@@ -271,21 +272,25 @@ class OCTPhantom:
     eye:str  # "R" or "L"
     scan:int  # which of the eye's scans
 
-    @property
-    def thickness(self) -> np.ndarray:
-        "(8, z, x) µm: of NFL … RPE, and of drusen."
-        return np.diff(self.boundaries, axis=0)
+# %% ../../nbs/oct/00_phantoms.ipynb #398a2e9f
+@patch(as_prop=True)
+def thickness(self:OCTPhantom) -> np.ndarray:
+    "(8, z, x) µm: of NFL … RPE, and of drusen."
+    return np.diff(self.boundaries, axis=0)
 
-    @property
-    def name(self) -> str: "Unique within a cohort."; return f"{self.patient}_{self.eye}_{self.scan}"
 
-    @property
-    def manufacturer(self) -> str: "As a file names it."; return VENDORS[self.vendor].name
+@patch(as_prop=True)
+def name(self:OCTPhantom) -> str: "Unique within a cohort."; return f"{self.patient}_{self.eye}_{self.scan}"
 
-    @property
-    def volume(self) -> Volume: "The scan with its place."; return Volume(self.data, self.affine, self.name)
 
-# %% ../../nbs/oct/00_phantoms.ipynb #e8727196
+@patch(as_prop=True)
+def manufacturer(self:OCTPhantom) -> str: "As a file names it."; return VENDORS[self.vendor].name
+
+
+@patch(as_prop=True)
+def volume(self:OCTPhantom) -> Volume: "The scan with its place."; return Volume(self.data, self.affine, self.name)
+
+# %% ../../nbs/oct/00_phantoms.ipynb #f94b0134
 def _refuse_request(shape, eye, scan, **chosen):
     "Raise for what cannot be drawn."
     if len(shape) != 3 or min(shape) < 4 or shape[1] < 16 or any(n != int(n) for n in shape):
@@ -305,7 +310,7 @@ def _drawn(seed, eye):
     textures = [TEXTURES[i] for i in person.integers(4, size=2)]
     return vendor, lesions[EYES.index(eye)], textures[EYES.index(eye)]
 
-# %% ../../nbs/oct/00_phantoms.ipynb #b52a13f6
+# %% ../../nbs/oct/00_phantoms.ipynb #c909d677
 def _answers(tops, y, fluid):
     "(z, y, x) uint8 index into `LAYERS`."
     made = np.zeros((tops.shape[1], len(y), tops.shape[2]), np.uint8)
@@ -322,7 +327,7 @@ def _positions(shape, window):
     deep = ((np.arange(y) + 0.5) * spacing[1] * 1000).astype(np.float32)
     return deep, middle(z, spacing[0]), middle(x, spacing[2]), spacing
 
-# %% ../../nbs/oct/00_phantoms.ipynb #3fff61e3
+# %% ../../nbs/oct/00_phantoms.ipynb #b3a044b7
 def oct_phantom(
     seed:int,  # of the patient; the same seed, eye and scan give the same volume
     eye:str="R",  # "R" or "L"
@@ -334,8 +339,7 @@ def oct_phantom(
 ) -> OCTPhantom:
     "A random OCT volume of the macula; raises `UserError` for what cannot be drawn."
     _refuse_request(shape, eye, scan, lesion=lesion, texture=texture, vendor=vendor)
-    drawn = _drawn(seed, eye)
-    vendor, lesion, texture = (a or b for a, b in zip((vendor, lesion, texture), drawn))
+    vendor, lesion, texture = (a or b for a, b in zip((vendor, lesion, texture), _drawn(seed, eye)))
     stage = lambda *path: np.random.default_rng(derive_seed(seed, "oct", eye, *path))
     anatomy, device, rng = _eye(stage("anatomy"), eye, lesion, texture), VENDORS[vendor], stage("scan", scan)
     y, slow, fast, spacing = _positions(tuple(map(int, shape)), device.window)
@@ -349,7 +353,7 @@ def oct_phantom(
     return OCTPhantom(data, _answers(tops, y, fluid), tops, gone, _centred_affine(shape, spacing), spacing,
                       lesion, texture, vendor, f"patient-{seed:04}", eye, int(scan))
 
-# %% ../../nbs/oct/00_phantoms.ipynb #5ca0d801
+# %% ../../nbs/oct/00_phantoms.ipynb #7847785d
 def oct_cohort(
     patients:int,  # ≥ 1
     seed:int=0,  # of the cohort
@@ -363,7 +367,7 @@ def oct_cohort(
         for eye in eyes:
             for scan in range(scans): yield oct_phantom(seed * 100_000 + p, eye, scan, **kw)
 
-# %% ../../nbs/oct/00_phantoms.ipynb #0a93d3f7
+# %% ../../nbs/oct/00_phantoms.ipynb #1e9125ca
 def _item(**values):
     "A sequence of one item."
     made = Dataset()
@@ -375,7 +379,7 @@ def _measures(p):
     "Pixel Measures of a phantom."
     return _item(PixelSpacing=[float(s) for s in p.spacing[1:]], SliceThickness=float(p.spacing[0]))
 
-
+# %% ../../nbs/oct/00_phantoms.ipynb #8a2f6910
 def _geometry(d, p, style):
     "Say where frames lie, as a maker does."
     if style == "C":
@@ -392,7 +396,7 @@ def _geometry(d, p, style):
         shared = _item(PixelMeasuresSequence=_measures(p), PlaneOrientationSequence=turned)
         d.SharedFunctionalGroupsSequence = shared
 
-# %% ../../nbs/oct/00_phantoms.ipynb #624e5048
+# %% ../../nbs/oct/00_phantoms.ipynb #9d60b9fe
 DAMAGE = ("pixels", "eye", "cut", "garbled")
 
 
@@ -417,7 +421,7 @@ def _jpeg2000(frame):
     Image.fromarray(frame).save(made := io.BytesIO(), "JPEG2000", no_jp2=True, irreversible=False)
     return made.getvalue()
 
-# %% ../../nbs/oct/00_phantoms.ipynb #4e539e42
+# %% ../../nbs/oct/00_phantoms.ipynb #a65ed0e0
 def _pixel_bytes(p, style, damage):
     "(pixel data of a phantom, its transfer syntax)"
     if style != "B": return p.data.tobytes(), ExplicitVRLittleEndian
@@ -425,7 +429,7 @@ def _pixel_bytes(p, style, damage):
     if damage == "garbled": streams = [s[:40] + bytes(len(s) - 40) for s in streams]
     return encapsulate(streams), JPEG2000Lossless
 
-
+# %% ../../nbs/oct/00_phantoms.ipynb #e4c1f1eb
 def write_oct_dicom(
     phantom:OCTPhantom,
     path,  # of the file; missing folders are made
@@ -448,7 +452,7 @@ def write_oct_dicom(
     if damage == "cut": path.write_bytes(path.read_bytes()[:-len(pixels) // 2])
     return path
 
-# %% ../../nbs/oct/00_phantoms.ipynb #b9efe34a
+# %% ../../nbs/oct/00_phantoms.ipynb #181dee7a
 def write_oct_phantoms(
     folder,  # where the patients' folders go; made if absent
     patients:int,  # ≥ 1

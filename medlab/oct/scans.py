@@ -6,7 +6,7 @@
 __all__ = ['UNKNOWN', 'MAKERS', 'VENDOR_FILES', 'OCTScan', 'domain_of', 'oct_header', 'eye_of', 'header_facts', 'read_oct_dicom',
            'natural', 'page_count', 'read_pages', 'read_stack', 'vendor_volumes', 'vendor_facts', 'read_vendor_file']
 
-# %% ../../nbs/oct/01_scans.ipynb #e067ce11
+# %% ../../nbs/oct/01_scans.ipynb #2caf13a2
 import logging
 import os
 import re
@@ -26,10 +26,10 @@ from ..data.dicom import _TAGS, _fill, _get, _places, _refuse_codec, _Slice, rea
 from ..data.images import _grey, read_image
 from ..data.volume import Volume
 
-# %% ../../nbs/oct/01_scans.ipynb #42488662
+# %% ../../nbs/oct/01_scans.ipynb #4f0f2d57
 UNKNOWN = (float("nan"),) * 3  # a spacing that is stored nowhere
 
-
+# %% ../../nbs/oct/01_scans.ipynb #2a08b086
 @dataclass(frozen=True, eq=False)
 class OCTScan:
     "An OCT volume with what its file says of it."
@@ -55,7 +55,7 @@ class OCTScan:
         note = ("its spacing is stored nowhere in part; 1 mm was taken there",) * (not np.isfinite(self.spacing).all())
         return Volume(self.data, np.diag([*known[::-1], 1.0]), "oct", notes=(*self.notes, *note))
 
-# %% ../../nbs/oct/01_scans.ipynb #49daca26
+# %% ../../nbs/oct/01_scans.ipynb #d7cdfd44
 MAKERS = dict(Heidelberg=("heidelberg", "spectralis"), Zeiss=("zeiss", "cirrus", "plex elite"),
                Topcon=("topcon", "maestro", "triton"), Optovue=("optovue", "avanti", "visionix"), Nidek=("nidek",),
                Canon=("canon",), Optopol=("optopol",), Leica=("leica", "bioptigen"))
@@ -70,7 +70,7 @@ def domain_of(
     known = next((m for m, words in MAKERS.items() if any(w in lower for w in words)), "")
     return known or " ".join(text.split()) or fallback
 
-# %% ../../nbs/oct/01_scans.ipynb #205ea553
+# %% ../../nbs/oct/01_scans.ipynb #7c69f248
 _MORE = ("PatientID", "Manufacturer", "ManufacturerModelName", "ImageLaterality", "Laterality", "FrameLaterality")
 _NOBODY = re.compile(r"(anon.*|unknown|none|patient|null|[0\-_ ]*)", re.IGNORECASE)  # names that are of no one
 
@@ -93,7 +93,7 @@ def eye_of(
     "The eye as R or L; empty for any other word, such as B for both."
     return _SIDES.get(text.strip().lower(), "")
 
-
+# %% ../../nbs/oct/01_scans.ipynb #e0029159
 def _sides(header):
     "Lateralities that a header tells, wherever they stand."
     yield from (header.get(k) or "" for k in ("ImageLaterality", "Laterality"))
@@ -115,7 +115,7 @@ def header_facts(
     maker = str(header.get("Manufacturer") or header.get("ManufacturerModelName") or "")
     return _someone(str(header.get("PatientID") or "")), eyes.pop() if len(eyes) == 1 else "", domain_of(maker, "")
 
-# %% ../../nbs/oct/01_scans.ipynb #5d07e948
+# %% ../../nbs/oct/01_scans.ipynb #5b928bd9
 def _refuse_empty(header):
     "Raise for a file without pixels, in which most unreadable OCT files are alike."
     path = header.filename
@@ -137,7 +137,7 @@ def _frames(header):
     at = [_get(p, "InStackPositionNumber") for p in every]
     return sorted(enumerate(every), key=lambda e: at[e[0]]) if None not in at else list(enumerate(every))
 
-# %% ../../nbs/oct/01_scans.ipynb #b3b2cb68
+# %% ../../nbs/oct/01_scans.ipynb #e279129a
 def _sizes(places):
     "((z, y, x) mm, notes) by what a frame says of itself."
     size = lambda v: float(v) if v not in (None, "") and np.isfinite(float(v)) and float(v) > 0 else float("nan")
@@ -151,7 +151,7 @@ def _sizes(places):
     axes = [n for n, s in zip(("frames", "rows", "columns"), sizes) if not np.isfinite(s)]
     return sizes, [*notes, *[f"the distance of its {' and '.join(axes)} is stored nowhere"] * bool(axes)]
 
-# %% ../../nbs/oct/01_scans.ipynb #8a0f6999
+# %% ../../nbs/oct/01_scans.ipynb #a306e682
 def _refuse_colours(header):
     "Raise for colours and tables of values."
     kind = str(header.get("PhotometricInterpretation", "MONOCHROME2"))
@@ -176,14 +176,14 @@ def _unplaced(path, headers):
     sizes, notes = _sizes(every[0][2])
     return data, sizes, [*notes, *more]
 
-
+# %% ../../nbs/oct/01_scans.ipynb #8f138f6c
 def _placed(header):
     "Whether every frame of a file has its place in the patient."
     frames, n = _places(header), int(header.get("NumberOfFrames") or 1)
     return len(frames) == n and all(_get(f, k) is not None for f in frames
                                     for k in ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"))
 
-# %% ../../nbs/oct/01_scans.ipynb #8994617e
+# %% ../../nbs/oct/01_scans.ipynb #68ba99b0
 def read_oct_dicom(
     paths,  # one file of many frames, or the files of one series
 ) -> OCTScan:
@@ -200,7 +200,7 @@ def read_oct_dicom(
     if not eye: notes = [*notes, "which eye it is, is stored nowhere"]
     return OCTScan(data, sizes, patient, eye, maker, tuple(notes))
 
-# %% ../../nbs/oct/01_scans.ipynb #0ceeaeb0
+# %% ../../nbs/oct/01_scans.ipynb #523cc8d9
 def natural(
     path,  # a file or a name
 ) -> list:  # sorts 2 before 10
@@ -225,7 +225,7 @@ def _hear(record):
 
 logging.getLogger("tifffile").addFilter(_hear)
 
-
+# %% ../../nbs/oct/01_scans.ipynb #ed632174
 def _heard_while(read, path):
     "(what `read` makes of an opened TIFF, errors that were only logged)"
     _heard.lines = []
@@ -241,7 +241,7 @@ def page_count(
     try: return _heard_while(lambda f: len(f.pages), path)[0]
     except Exception: return 1  # tifffile raises whatever a damaged file leads it to
 
-# %% ../../nbs/oct/01_scans.ipynb #3d2e3a0a
+# %% ../../nbs/oct/01_scans.ipynb #aba47060
 def _tiff_frames(path):
     "The pages of a TIFF as arrays."
     try:
@@ -252,7 +252,7 @@ def _tiff_frames(path):
         if "imagecodecs" not in str(e): raise
     with Pillow.open(path) as image: return [np.asarray(frame) for frame in ImageSequence.Iterator(image)]
 
-# %% ../../nbs/oct/01_scans.ipynb #2ed39c0f
+# %% ../../nbs/oct/01_scans.ipynb #2845ff29
 def _refuse_uneven(where, frames):
     "Raise where the images of a stack differ in size; (name, array) each."
     first = frames[0]
@@ -275,7 +275,7 @@ def read_pages(
     _refuse_uneven(path, [(f"page {i}", a) for i, (a, _) in enumerate(grey)])
     return np.stack([a for a, _ in grey]).astype(np.float32), list(dict.fromkeys(n for _, ns in grey for n in ns))
 
-
+# %% ../../nbs/oct/01_scans.ipynb #a567b955
 def read_stack(
     paths,  # images, in their order
 ) -> tuple:  # ((z, y, x) float32, notes)
@@ -284,7 +284,7 @@ def read_stack(
     _refuse_uneven(paths[0].parent, [(p.name, i.data) for p, i in zip(paths, images)])
     return np.stack([i.data for i in images]), list(dict.fromkeys(n for i in images for n in i.notes))
 
-# %% ../../nbs/oct/01_scans.ipynb #7316779e
+# %% ../../nbs/oct/01_scans.ipynb #b6c7d206
 _NAN = float("nan")
 VENDOR_FILES = {  # ending → (reader, manufacturer, sizes of the converter → (z, y, x) mm)
     ".e2e": ("E2E", "Heidelberg", lambda s: (_NAN, s[1], _NAN)),
@@ -309,7 +309,7 @@ def vendor_volumes(
     if not any(v is not None and len(v.volume) for v in found): raise UserError(f"{path}: holds no OCT volume")
     return [v for v in found if v is not None and len(v.volume)]
 
-# %% ../../nbs/oct/01_scans.ipynb #cdacd852
+# %% ../../nbs/oct/01_scans.ipynb #7b84c9b4
 def vendor_facts(
     path,  # of the file
     volume,  # of `vendor_volumes`
@@ -318,7 +318,7 @@ def vendor_facts(
     maker = VENDOR_FILES[path.suffix.lower()][1]
     return _someone(str(volume.patient_id or "")), eye_of(str(volume.laterality or "")), maker
 
-
+# %% ../../nbs/oct/01_scans.ipynb #36d24088
 def read_vendor_file(
     path,  # .e2e, .fds, .fda or .img
     index:int=0,  # which of its volumes
