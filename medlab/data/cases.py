@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BRATS', 'Case', 'phantom_name', 'PhantomCase', 'find_cases', 'Finding', 'Check', 'inspect_case', 'check_case',
-           'inspect_cases', 'sort_cases', 'Report', 'preflight']
+           'inspect_each', 'inspect_cases', 'sort_cases', 'Report', 'preflight']
 
 # %% ../../nbs/data/04_cases.ipynb #16ef7d48
 import html
@@ -290,6 +290,19 @@ def check_case(case, resample=False, **kw) -> list:
     return inspect_case(case, resample, **kw).findings
 
 # %% ../../nbs/data/04_cases.ipynb #d463c572
+def inspect_each(
+    inspect,  # function of a case
+    cases,  # any iterable of cases
+    threads:int=0,  # 0: as many as there are cores, at most 4
+    doing:str="",  # for a progress bar; "": none
+) -> list:  # of what the function gives, in the order of the cases
+    "Inspect cases in threads."
+    cases = list(cases)
+    bar = dict(total=len(cases), desc=doing, disable=not doing, leave=False)
+    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
+        return list(tqdm(pool.map(inspect, cases), **bar))
+
+
 def inspect_cases(
     cases,  # any iterable of cases
     resample:bool=False,  # see `inspect_case`
@@ -298,10 +311,7 @@ def inspect_cases(
     **kw,  # required and at_least, see `inspect_case`
 ) -> list:  # of `Check`, in the order of the cases
     "Inspect many cases."
-    cases = list(cases)
-    bar = dict(total=len(cases), desc="checking cases", disable=not progress, leave=False)
-    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
-        return list(tqdm(pool.map(lambda c: inspect_case(c, resample, **kw), cases), **bar))
+    return inspect_each(lambda c: inspect_case(c, resample, **kw), cases, threads, "checking cases" * progress)
 
 # %% ../../nbs/data/04_cases.ipynb #e2b8d408
 def sort_cases(cases, resample=False, **kw) -> tuple:

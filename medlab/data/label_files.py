@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from ..core import UnknownName, UserError
 from .cases import phantom_name
 from .dicom import is_dicom
-from .images import NIFTI, is_volume, read_scan
+from .images import NIFTI, file_stem, is_volume, read_scan
 from .volume import Volume, read_volume
 from ..phantoms import brain
 
@@ -96,14 +96,12 @@ class Found:
     ignore:int = None  # label of unknown voxels, where a file says so; None: all are known
 
 
-def _stem(path): return re.sub(r"\.nii(\.gz)?$", "", path.name, flags=re.IGNORECASE)
-
 # %% ../../nbs/data/11_label_files.ipynb #bd1094f3
 def _volumes(folder):
     "stem → paths of the volumes in a folder; hidden ones are left out."
     found = {}
     for p in sorted(folder.iterdir()):
-        if p.is_file() and is_volume(p) and not p.name.startswith("."): found.setdefault(_stem(p), []).append(p)
+        if p.is_file() and is_volume(p) and not p.name.startswith("."): found.setdefault(file_stem(p), []).append(p)
     return found
 
 # %% ../../nbs/data/11_label_files.ipynb #396c175b
@@ -162,7 +160,7 @@ def _paths(folder, text):
     "Paths that an entry means: itself, or nnU-Net's channels of it."
     p = folder / str(text).strip()
     if p.exists() or not p.parent.is_dir(): return [p]
-    return sorted(p.parent.glob(f"{_stem(p)}_[0-9][0-9][0-9][0-9].nii.gz")) or [p]
+    return sorted(p.parent.glob(f"{file_stem(p)}_[0-9][0-9][0-9][0-9].nii.gz")) or [p]
 
 # %% ../../nbs/data/11_label_files.ipynb #f40cf8bd
 def _refuse_row(path, i, row):
@@ -192,7 +190,7 @@ def _entry(path, i, row):
     texts = row["image"] if isinstance(row["image"], list) else str(row["image"]).split(";")
     images = [p for t in texts for p in _paths(path.parent, t)]
     label = _paths(path.parent, row["label"])[0] if row.get("label") else None
-    name = str(row.get("case") or re.sub(r"_0000$", "", _stem(images[0])))
+    name = str(row.get("case") or re.sub(r"_0000$", "", file_stem(images[0])))
     return LabelledCase(name, tuple(images), label, split, _list_fault(images, label))
 
 # %% ../../nbs/data/11_label_files.ipynb #10dba7dd
@@ -264,7 +262,7 @@ def _list_at(root):
 # %% ../../nbs/data/11_label_files.ipynb #5e097d06
 def _cases_at(root):
     "(cases, what a dataset.json holds beside them)"
-    if _is_scan(root): return [LabelledCase(_stem(root), (root,))], {}
+    if _is_scan(root): return [LabelledCase(file_stem(root), (root,))], {}
     if file := _list_at(root):
         rows, meta = _rows(file)
         return _entries(file, rows), meta

@@ -7,8 +7,6 @@ __all__ = ['INTENSITIES', 'PLACES', 'Intensity', 'LoadedLabels', 'read_parts', '
            'label_notes']
 
 # %% ../../nbs/data/12_labelled.ipynb #ee7b1f53
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +15,7 @@ from fastcore.basics import patch
 from monai.transforms import map_classes_to_indices
 
 from ..core import CaseFault, UnknownName, UserError
-from .cases import Check
+from .cases import Check, inspect_each
 from .labels import IGNORE, LabelTable, label_ids
 from .volume import Volume, resample_to, same_grid
 
@@ -186,8 +184,7 @@ def inspect_all(
     **kw,  # of `inspect_labelled`
 ) -> list:  # of (`Check`, {id: voxels}), in the order of the cases
     "Inspect many cases."
-    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda c: inspect_labelled(c, **kw), cases))
+    return inspect_each(lambda c: inspect_labelled(c, **kw), cases, threads)
 
 # %% ../../nbs/data/12_labelled.ipynb #ac0d4c19
 def _occurrence(where, n, cases):

@@ -7,8 +7,6 @@ __all__ = ['Scale', 'inspect_pair', 'inspect_pairs', 'split_pairs', 'relative_de
            'PairDataset']
 
 # %% ../../nbs/data/09_pairs.ipynb #500b3bd6
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +16,7 @@ from fastcore.basics import patch
 from ..core import CaseFault, UserError, derive_seed
 from .blur import Degradation, known_depth, take
 from .cache import ByteCache
-from .cases import Check
+from .cases import Check, inspect_each
 from .pair_files import SPLITS, load_pair
 from .split import Split, split_cases
 
@@ -83,8 +81,7 @@ def inspect_pairs(
     **kw,  # degradation and depth, see `inspect_pair`
 ) -> list:  # of `Check`, in the order of the pairs
     "Inspect many pairs."
-    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda p: inspect_pair(p, spatial_dims, **kw), pairs))
+    return inspect_each(lambda p: inspect_pair(p, spatial_dims, **kw), pairs, threads)
 
 # %% ../../nbs/data/09_pairs.ipynb #4f3e5069
 def split_pairs(

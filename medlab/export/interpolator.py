@@ -17,7 +17,7 @@ from ..core import UserError
 from ..data.volume import read_volume, write_volume
 from ..nets.codec import Codec, maisi_autoencoder
 from ..nets.residual import BlockCodec, LatentCodec
-from ..recipes.slice_interpolation import STREAMING, SliceInterpolation
+from ..recipes.slice_interpolation import STREAMING, SliceInterpolation, write_spread
 
 # %% ../../nbs/export/12_interpolator.ipynb #e914f2ee
 RECIPE, CALLED = SliceInterpolation, ("build_model", "example_inputs", "predict")  # methods that are called of it
@@ -116,8 +116,7 @@ def predict(self:Interpolator,
 def write(self:Interpolator, result, path):
     "Write the volume as NIfTI, and a spread over samples beside it."
     file = write_volume(result, path)
-    stem = file.name.removesuffix(".gz").removesuffix(".nii")
-    if result.spread is not None: write_volume(result.spread, file.parent / f"{stem}-spread.nii.gz")
+    write_spread(result, file)
     return file
 
 # %% ../../nbs/export/12_interpolator.ipynb #e5ae7aec

@@ -240,6 +240,14 @@ def check_widths(
         raise UserError(f"a head of {dim // heads} channels is too narrow for rotary positions of three axes; it needs "
             f"6: take fewer than {heads} heads")
 
+
+def _placed(network, x, ids, grid):
+    "(tokens, by how much attention turns them or None) at their places, as an encoder or a predictor has it."
+    stretch, dim = network.stretch, x.shape[-1]
+    if network.positions == "sincos":
+        return x + sincos(ids, grid, dim, network.uniform_power, stretch).to(x.dtype), None
+    return x, rotary(ids, grid, dim // network.heads, network.positions == "rotary_public", stretch)
+
 # %% ../../nbs/nets/07_vjepa.ipynb #94b63905
 class PatchEmbed(nn.Module):
     "A linear map of a patch's voxels."
@@ -300,9 +308,7 @@ def grid(self:Encoder,
 @patch
 def _run(self:Encoder, patches, ids, grid, keys, deep):
     "Tokens of these patches, at these places."
-    x, turn = self.patch_embed(patches), None
-    if self.positions == "sincos": x = x + sincos(ids, grid, self.dim, self.uniform_power, self.stretch).to(x.dtype)
-    else: turn = rotary(ids, grid, self.dim // self.heads, self.positions == "rotary_public", self.stretch)
+    x, turn = _placed(self, self.patch_embed(patches), ids, grid)
     norms = [self.norm] if self.levels == 1 else self.norms_block
     ends = {len(self.blocks) * (i + 1) // self.levels: n for i, n in enumerate(norms)}
     out = []
@@ -392,9 +398,7 @@ def forward(self:Predictor,
     hidden = self.mask_tokens[group % len(self.mask_tokens)].to(x.dtype).expand(*target.shape, -1)
     ids = torch.cat([context, target], 1)
     ids, order = ids.sort(1)
-    x, turn, n = take(torch.cat([x, hidden], 1), order), None, context.shape[1]
-    if self.positions == "sincos": x = x + sincos(ids, grid, self.width, self.uniform_power, self.stretch).to(x.dtype)
-    else: turn = rotary(ids, grid, self.width // self.heads, self.positions == "rotary_public", self.stretch)
+    (x, turn), n = _placed(self, take(torch.cat([x, hidden], 1), order), ids, grid), context.shape[1]
     for block in self.predictor_blocks: x = block(x, turn)
     x, back = self.predictor_norm(x), order.argsort(1)
     out = self.predictor_proj(take(x, back[:, n:]))

@@ -11,22 +11,20 @@ import csv
 import os
 import re
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from fastcore.basics import patch
 from pydicom.uid import UID
-from tqdm.auto import tqdm
 
 from ..core import UnknownName, UserError
-from ..data.cases import Check, _folders, _html_row, _rename_doubles
+from ..data.cases import Check, _folders, _html_row, _rename_doubles, inspect_each
 from ..data.dicom import is_dicom
-from ..data.images import NIFTI, RASTER, TIFF, is_volume
+from ..data.images import NIFTI, RASTER, TIFF, file_stem, is_volume
 from ..data.split import patient_of
 from ..data.volume import _refuse_nonfinite, read_volume
-from .phantoms import EYES, VENDORS, OCTPhantom, _drawn, oct_phantom
+from .phantoms import EYES, VENDORS, OCTPhantom, _cohort, _drawn, oct_phantom
 from .scans import (MAKERS, UNKNOWN, VENDOR_FILES, OCTScan, domain_of, eye_of, header_facts, natural,
                               oct_header, page_count, read_oct_dicom, read_pages, read_stack, read_vendor_file,
                               vendor_facts, vendor_volumes)
@@ -119,15 +117,13 @@ def oct_phantom_cases(
     **kw,  # of `oct_phantom`
 ) -> list:  # of `OCTPhantomCase`, the scans of `oct_cohort`
     "The scans of a synthetic cohort as cases."
-    if min(patients, scans) < 1: raise UserError(f"patients={patients}, scans={scans}: both must be at least 1")
-    every = ((p, eye, s) for p in range(patients) for eye in EYES for s in range(scans))
-    return [OCTPhantomCase(seed * 100_000 + p, eye, s, **kw) for p, eye, s in every]
+    return [OCTPhantomCase(*scan, **kw) for scan in _cohort(patients, seed, scans, EYES)]
 
 # %% ../../nbs/oct/02_files.ipynb #e1bedf72
 _SIDE = re.compile(r"(?:^|[-_. ])(OD|OS|right|left|R|L)(?=$|[-_. ])", re.IGNORECASE)
 
 
-def _stem(path): return re.sub(r"\.nii(\.gz)?$", "", path.name, flags=re.I) if is_volume(path) else path.stem
+def _stem(path): return file_stem(path) if is_volume(path) else path.stem
 
 
 def _by_place(parts, name):
@@ -285,10 +281,8 @@ def inspect_oct(
     progress:bool=False,  # show a progress bar
 ) -> list:  # of `Check`, in the order of the cases
     "Inspect many cases."
-    cases = list(cases)
-    bar = dict(total=len(cases), desc="checking scans", disable=not progress, leave=False)
-    with ThreadPoolExecutor(max(1, min(threads, os.cpu_count() or 1))) as pool:
-        return list(tqdm(pool.map(inspect_oct_case, cases), **bar))
+    threads = max(1, min(threads, os.cpu_count() or 1))
+    return inspect_each(inspect_oct_case, cases, threads, "checking scans" * progress)
 
 # %% ../../nbs/oct/02_files.ipynb #b2cd3459
 _KINDS_OF_REASON = (

@@ -354,6 +354,12 @@ def oct_phantom(
                       lesion, texture, vendor, f"patient-{seed:04}", eye, int(scan))
 
 # %% ../../nbs/oct/00_phantoms.ipynb #7847785d
+def _cohort(patients, seed, scans, eyes):
+    "(seed of the patient, eye, scan) of every scan, patient by patient; raises `UserError` where there is none."
+    if min(patients, scans) < 1: raise UserError(f"patients={patients}, scans={scans}: both must be at least 1")
+    return ((seed * 100_000 + p, eye, scan) for p in range(patients) for eye in eyes for scan in range(scans))
+
+
 def oct_cohort(
     patients:int,  # ≥ 1
     seed:int=0,  # of the cohort
@@ -362,10 +368,7 @@ def oct_cohort(
     **kw,  # of `oct_phantom`
 ):  # iterator of `OCTPhantom`, patient by patient
     "The scans of many patients, made one by one."
-    if min(patients, scans) < 1: raise UserError(f"patients={patients}, scans={scans}: both must be at least 1")
-    for p in range(patients):
-        for eye in eyes:
-            for scan in range(scans): yield oct_phantom(seed * 100_000 + p, eye, scan, **kw)
+    for scan in _cohort(patients, seed, scans, eyes): yield oct_phantom(*scan, **kw)
 
 # %% ../../nbs/oct/00_phantoms.ipynb #1e9125ca
 def _item(**values):

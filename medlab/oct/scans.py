@@ -22,7 +22,7 @@ from PIL import ImageSequence
 from pydicom.uid import UID
 
 from ..core import UserError, optional
-from ..data.dicom import _TAGS, _fill, _get, _places, _refuse_codec, _Slice, read_dicom
+from ..data.dicom import _fill, _get, _places, _refuse_codec, _Slice, known_patient, read_dicom, read_header
 from ..data.images import _grey, read_image
 from ..data.volume import Volume
 
@@ -72,16 +72,13 @@ def domain_of(
 
 # %% ../../nbs/oct/01_scans.ipynb #7c69f248
 _MORE = ("PatientID", "Manufacturer", "ManufacturerModelName", "ImageLaterality", "Laterality", "FrameLaterality")
-_NOBODY = re.compile(r"(anon.*|unknown|none|patient|null|[0\-_ ]*)", re.IGNORECASE)  # names that are of no one
 
 
 def oct_header(
     path,  # a DICOM file
 ):  # pydicom's data set, without pixels
     "The tags of a file that matter here; raises `UserError` where they are damaged."
-    try: return pydicom.dcmread(path, stop_before_pixels=True, specific_tags=[*_TAGS, *_MORE])
-    except Exception as e:  # pydicom raises whatever a damaged file leads it to
-        raise UserError(f"{path}: has a damaged DICOM header ({e}); copy it again from its source") from e
+    return read_header(path, *_MORE)
 
 
 _SIDES = {"r": "R", "od": "R", "right": "R", "l": "L", "os": "L", "left": "L"}
@@ -102,18 +99,13 @@ def _sides(header):
         for anatomy in group.get("FrameAnatomySequence") or []: yield anatomy.get("FrameLaterality") or ""
 
 
-def _someone(text):
-    "A patient's name, or nothing for a word that is of no one."
-    return "" if _NOBODY.fullmatch(text.strip("\0 ")) else text.strip("\0 ")
-
-
 def header_facts(
     header,  # of `oct_header`
 ) -> tuple:  # (patient, eye, manufacturer); empty where it does not say
     "Whose scan a DICOM file is, of which eye, and by whose device."
     eyes = {eye_of(str(s)) for s in _sides(header)} - {""}
     maker = str(header.get("Manufacturer") or header.get("ManufacturerModelName") or "")
-    return _someone(str(header.get("PatientID") or "")), eyes.pop() if len(eyes) == 1 else "", domain_of(maker, "")
+    return known_patient(str(header.get("PatientID") or "")), eyes.pop() if len(eyes) == 1 else "", domain_of(maker, "")
 
 # %% ../../nbs/oct/01_scans.ipynb #5b928bd9
 def _refuse_empty(header):
@@ -316,7 +308,7 @@ def vendor_facts(
 ) -> tuple:  # (patient, eye, manufacturer); empty where it does not say
     "Whose scan a volume of a vendor's file is, of which eye, and by whose device."
     maker = VENDOR_FILES[path.suffix.lower()][1]
-    return _someone(str(volume.patient_id or "")), eye_of(str(volume.laterality or "")), maker
+    return known_patient(str(volume.patient_id or "")), eye_of(str(volume.laterality or "")), maker
 
 # %% ../../nbs/oct/01_scans.ipynb #36d24088
 def read_vendor_file(

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MEAN', 'CODECS', 'PLANE', 'PREDICTIONS', 'STREAMING', 'MOST', 'ANSWERS', 'OVERLAP', 'GROWTH', 'START', 'FORMS',
-           'BASELINES', 'PROTOCOLS', 'SliceInterpolationKnobs', 'SliceInterpolation', 'Wanted', 'ThinVolume']
+           'BASELINES', 'PROTOCOLS', 'SliceInterpolationKnobs', 'SliceInterpolation', 'Wanted', 'ThinVolume',
+           'write_spread']
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #c07901d2
 import math
@@ -245,7 +246,7 @@ def _sound(self:SliceInterpolation):
 
 
 @patch
-def _divided(self:SliceInterpolation, split=None):
+def _divided(self:SliceInterpolation, split):
     "Cases, split and codec, as `setup` stores them."
     cases, self.shapes, bad = self._sound()
     self.cases, patients = {c.name: c for c in cases}, {c.name: c.patient for c in cases}
@@ -296,10 +297,11 @@ def ceiling(self:SliceInterpolation,
     seconds:float=60.0,  # after which no further case begins
 ) -> Table:
     "What the codec loses of thin slices, beside cubic interpolation; raises `UserError` where no case can be coded."
-    if not self.cases: self.divided = self._divided()
+    if not self.cases: self.divided = self._divided(None)
     if most is None: most = 2**23 if self.codec in CODECS else MOST[self._device().type]
     names, codec = self.split.train, self.latent_codec().to(self._device())
-    spread = [n for k in range(-(-len(names) // cases)) for n in names[k::-(-len(names) // cases)]]
+    apart = -(-len(names) // cases)
+    spread = [n for k in range(apart) for n in names[k::apart]]
     found = measure_ceiling(spread, self.load, codec, self._device(), cases, most, seconds)
     fitted = ["the components were fitted to training cases, these among them"] * (self.codec == "pca")
     return Table(found.table, "\n".join([*found.notes, *fitted]))
@@ -467,31 +469,30 @@ def _denoiser(self:SliceInterpolation, model, condition, tiles, overlap):
 
     return predict
 
-# %% ../../nbs/recipes/07_slice_interpolation.ipynb #989ab49f
-@patch
-def _sampled(self:SliceInterpolation, predict, shape, wanted, once, points, device):
-    "The mean, or samples: from noise, or from the mean with as much noise as belongs to the first time point."
-    noise = lambda i: torch.randn(shape, generator=generator(wanted.seed, "thin", i)).to(device)
-    sample = lambda x, at: ddim_sample(predict, x, self.schedule, at, self.prediction)
-    mean = sample(noise(0), once) if once else None
-    if not points: yield mean
-    for i in range(wanted.samples if points else 0):
-        x = noise(i) if mean is None else add_noise(self.schedule, mean, noise(i), torch.tensor([points[-1]]))
-        yield sample(x, points)
-
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #a16011ff
 @patch
 def _points(self:SliceInterpolation, wanted):
-    "(time points that the mean visits, those that each sample visits); either may be empty."
+    "The time points that an answer visits; where the last of them is not noise alone, it begins at the noised mean."
     T, start = self.schedule.T, wanted.start or (START if self._knows_mean() else 1.0)
-    if wanted.answer == "mean": return [T - 1], []
+    if wanted.answer == "mean": return [T - 1]
     end = round(start * T)
     if wanted.steps >= end:
         raise UserError(f"steps={wanted.steps} do not fit below start={start}: there are {end} time points; try steps="
             f"{max(1, min(20, end - 1))}, or a later start")
-    return [T - 1] if end < T else [], time_points(wanted.steps, "uniform", end)
+    return time_points(wanted.steps, "uniform", end)
 
 
+@patch
+def _sampled(self:SliceInterpolation, predict, shape, wanted, points, device):
+    "Scaled latents, one for each sample."
+    noise = lambda i: torch.randn(shape, generator=generator(wanted.seed, "thin", i)).to(device)
+    sample, last = lambda x, at: ddim_sample(predict, x, self.schedule, at, self.prediction), self.schedule.T - 1
+    mean = sample(noise(0), [last]) if points[-1] < last else None
+    for i in range(wanted.samples):
+        x = noise(i) if mean is None else add_noise(self.schedule, mean, noise(i), points[-1])
+        yield sample(x, points)
+
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #9a47011f
 @patch
 @torch.no_grad()
 def answers(self:SliceInterpolation,
@@ -501,16 +502,17 @@ def answers(self:SliceInterpolation,
 ):  # of (1, c, z, y, x) latents, unscaled, one for each sample
     "The latents of a case as the network answers, one after the other."
     self._refuse_untrained(wanted)
-    device, (once, points) = next(model.parameters()).device, self._points(wanted)
+    device, points = next(model.parameters()).device, self._points(wanted)
     shape = 1, len(model.target_std), *condition.shape[2:]
     fine = (2 ** (len(self.channels) - 1),) * 3
     tile = fitted_tile(shape[2:], self._window(), fine, wanted.overlap, GROWTH)
-    passes = (len(once) + wanted.samples * len(points)) * count_tiles(shape[2:], tile, wanted.overlap)
+    begun = points[-1] < self.schedule.T - 1  # at the mean, which is a pass of its own
+    passes = (begun + wanted.samples * len(points)) * count_tiles(shape[2:], tile, wanted.overlap)
     with Tiles(None, passes, tile, device, wanted.tile_batch, in_bf16(self, device), reuse=False,
             progress=wanted.progress) as tiles:
         condition = condition.to(device).float()
         predict, local = self._denoiser(model, condition, tiles, wanted.overlap), model.local_scale(condition)
-        for x in self._sampled(predict, shape, wanted, once, points, device): yield model.unscaled(x, local)
+        for x in self._sampled(predict, shape, wanted, points, device): yield model.unscaled(x, local)
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #34492c75
 @patch
@@ -586,14 +588,22 @@ def _dicom_folder(source):
     return source if Path(source).is_dir() else Path(source).parent
 
 
+def write_spread(
+    result,  # `ThinVolume`, or another volume, which has none
+    file:Path,  # of the volume, or the folder of its slices
+):
+    "Write the spread over samples beside a volume, where there is one."
+    if getattr(result, "spread", None) is None: return
+    stem = file.name.removesuffix(".gz").removesuffix(".nii")
+    write_volume(result.spread, file.parent / f"{stem}-spread.nii.gz")
+
+
 @patch
 def write(self:SliceInterpolation, result, case, output):
     "Write thin slices as NIfTI, or as a DICOM series into a folder; a spread goes beside them."
     if not isinstance(result, ThinVolume) or result.form == "nifti": file = Recipe.write(self, result, case, output)
     else: file = write_series(result, output, _dicom_folder(result.source), f"synthetic {result.name}").folder
-    if getattr(result, "spread", None) is not None:
-        stem = file.name.removesuffix(".gz").removesuffix(".nii")
-        write_volume(result.spread, file.parent / f"{stem}-spread.nii.gz")
+    write_spread(result, file)
     return file
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #34d2eb06

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import nibabel as nib
 import numpy as np
-import pydicom
 from fastcore.basics import patch
 
 from ..core import UnknownName, UserError
 from ..data.cases import _folders, phantom_name
-from ..data.dicom import _TAGS, _by_position, _get, _padding, _places, _rescale, _slices, is_dicom, read_dicom
-from ..data.images import NIFTI, is_volume
+from ..data.dicom import (_by_position, _get, _padding, _places, _rescale, _slices, is_dicom, known_patient,
+                               read_dicom, read_header)
+from ..data.images import NIFTI, file_stem, is_volume
 from ..data.split import patient_of
 from ..data.volume import read_volume
 from .phantoms import ct_phantom
@@ -107,7 +107,6 @@ def slice_axis(
 
 # %% ../../nbs/slices/02_files.ipynb #951bc2b3
 _MORE = ("PatientID", "FrameOfReferenceUID", "StudyInstanceUID")
-_NOBODY = re.compile(r"(anon.*|unknown|none|patient|null|[0\-_ ]*)", re.IGNORECASE)  # names that are of no one
 
 
 @dataclass(frozen=True)
@@ -122,13 +121,11 @@ class SeriesFacts:
 
 def _headers_by_series(folder):
     "SeriesInstanceUID → headers of the images in a folder, or of one file."
-    folder, tags, groups = Path(folder), [*_TAGS, *_MORE], {}
+    folder, groups = Path(folder), {}
     every = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     for p in every:
         if not p.is_file() or p.name.startswith(".") or not is_dicom(p): continue
-        try: h = pydicom.dcmread(p, stop_before_pixels=True, specific_tags=tags)
-        except Exception as e:  # pydicom raises whatever a damaged file leads it to
-            raise UserError(f"{p}: has a damaged DICOM header ({e}); copy it again from its source") from e
+        h = read_header(p, *_MORE)
         if h.get("Rows"): groups.setdefault(str(h.get("SeriesInstanceUID") or ""), []).append(h)
     return groups
 
@@ -136,10 +133,9 @@ def _headers_by_series(folder):
 def _facts(h):
     "The facts of one header."
     text, places = (lambda k: str(h.get(k) or "").strip()), _places(h)[0]
-    thick, ends, patient = _get(places, "SliceThickness"), _padding(h), text("PatientID")
+    thick, ends, patient = _get(places, "SliceThickness"), _padding(h), known_patient(text("PatientID"))
     known = float(thick) if thick is not None and float(thick) > 0 else None
     padding = tuple(sorted(float(_rescale(e, places)) for e in ends)) if ends else None
-    patient = "" if _NOBODY.fullmatch(patient) else patient
     return SeriesFacts(text("Modality"), patient, text("FrameOfReferenceUID"), known, padding)
 
 
@@ -184,8 +180,6 @@ class Scan:
         return self.path.name + f" series {self.series[-8:]}" * bool(self.series) + f" ({self.step:.3g} mm)"
 
 
-def _stem(path): return re.sub(r"\.nii(\.gz)?$", "", path.name, flags=re.IGNORECASE)
-
 # %% ../../nbs/slices/02_files.ipynb #4afd3d1b
 def _nifti_scan(path):
     "A NIfTI file as a scan."
@@ -194,9 +188,9 @@ def _nifti_scan(path):
         if len(image.shape) < 3: raise UserError(f"is a 2D image ({'×'.join(map(str, image.shape))})")
         spacing = [float(s) for s in nib.affines.voxel_sizes(image.affine)]
     except Exception as e:  # nibabel raises whatever a damaged file leads it to
-        return Scan(path, words=_stem(path), damage=str(e).splitlines()[0])
+        return Scan(path, words=file_stem(path), damage=str(e).splitlines()[0])
     axis = slice_axis(spacing)
-    return Scan(path, "", spacing[axis], image.shape[axis], words=_stem(path))
+    return Scan(path, "", spacing[axis], image.shape[axis], words=file_stem(path))
 
 
 def _dicom_scans(folder):
@@ -273,7 +267,7 @@ def _key(root, scan):
     "The patient a scan belongs to by where it lies, as a relative name."
     inside = scan.path.relative_to(root).parts
     nifti, parts = is_volume(scan.path), [p for p in inside[:-1] if _bare(p)]
-    if nifti and not parts: return _bare(_stem(scan.path)) or root.resolve().name
+    if nifti and not parts: return _bare(file_stem(scan.path)) or root.resolve().name
     return parts[0] if parts else _bare(inside[-1]) if inside and _bare(inside[-1]) else root.resolve().name
 
 
@@ -332,7 +326,7 @@ def _entry(path, i, row):
     if not text["thin"] and not text["thick"]: raise UserError(f"{path}: entry {i} has neither thin nor thick")
     files = {p: path.parent / text[p] for p in ("thin", "thick") if text[p]}
     gone = [f"{p} {f.name}" for p, f in files.items() if not f.exists()]
-    name = text["case"] or _bare(_stem(next(iter(files.values())))) or f"case{i}"
+    name = text["case"] or _bare(file_stem(next(iter(files.values())))) or f"case{i}"
     verb = "are" if len(gone) > 1 else "is"
     fault = f"{' and '.join(gone)} {verb} not there; restore or remove the entry" if gone else ""
     return SliceCase(name, **files, patient=text["patient"], fault=fault, thin_series=text["thin_series"],
@@ -345,7 +339,7 @@ def _found(root, factor, lone):
         return [_entry(root, i, r) for i, r in enumerate(_rows(root), 1)]
     if root.is_file():
         scans = [_nifti_scan(root)] if is_volume(root) else [*_dicom_scans(root)] if is_dicom(root) else []
-        return [_case(_bare(_stem(root)) or _stem(root), scans, factor, lone)] if scans else []
+        return [_case(_bare(file_stem(root)) or file_stem(root), scans, factor, lone)] if scans else []
     scans = [s for folder, files in _folders(root) for s in _scans_in(folder, files)]
     parts = [part for name, every in _patients(root, scans).items() for part in _by_frame(name, every)]
     return [_case(*part, factor, lone) for part in parts]

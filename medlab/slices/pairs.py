@@ -8,7 +8,6 @@ __all__ = ['slices_first', 'template', 'measured', 'LoadedSlices', 'load_slices'
 
 # %% ../../nbs/slices/03_pairs.ipynb #9930237d
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import nibabel as nib
@@ -18,7 +17,7 @@ from nibabel import orientations
 from scipy import ndimage
 
 from ..core import CaseFault, UserError
-from ..data.cases import Check
+from ..data.cases import Check, inspect_each
 from ..data.split import Split, split_cases
 from ..data.volume import _KINDS, Grid, Volume
 from .files import SeriesFacts, slice_axis
@@ -405,8 +404,8 @@ def inspect_slices(
     **settings,  # see `load_slices`
 ) -> list:  # of `Check`, in the order of the cases
     "Inspect many cases; raises `UserError` for impossible settings."
-    with ThreadPoolExecutor(max(1, min(threads, os.cpu_count() or 1))) as pool:
-        return list(pool.map(lambda c: inspect_slice_case(c, factor, **settings), cases))
+    threads = max(1, min(threads, os.cpu_count() or 1))
+    return inspect_each(lambda c: inspect_slice_case(c, factor, **settings), cases, threads)
 
 
 def split_slices(
