@@ -158,7 +158,7 @@ def test_an_autoencoder_is_frozen_beside_the_network_and_its_hash_alone_is_saved
     line = [sys.executable, tmp_path / "out/load.py", tmp_path / "again.nii.gz", patients / "data/PHANTOM-0000/thick.nii.gz"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert np.abs(read_volume(tmp_path / "again.nii.gz").data - made.data).max() <= 1e-6 * np.abs(made.data).max()
+    assert np.abs(read_volume(tmp_path / "again.nii.gz").data - made.data).max() <= 1e-5 * np.abs(made.data).max()  # another process, other threads: an autoencoder sums otherwise
 
 
 def codec_folder(folder, **sizes):
