@@ -9,11 +9,14 @@ __all__ = ['with_other_data', 'score_options', 'evaluate_run']
 import dataclasses
 import inspect
 import sys
+from pathlib import Path
 
 from ..core import UserError
 from ..data.split import Split
 from ..memory.inference import infer
 from ..memory.usage import Memory
+from ..paired import paired
+from ..recipes.base import Table
 from ..run.directory import Run
 from ..train.state import load_model, moved_places
 
@@ -59,6 +62,69 @@ def score_options(
     return {k: v for k, v in cls.predict_options.items() if all(takes(way, k) for way in ways)}
 
 # %% ../../nbs/cli/04_evaluate.ipynb #97fb0a19
+def _set_up(run, data, recipe, info):
+    "Give a recipe the run's held-out cases, or those of the data: (the recipe, names to score, case → its fault)."
+    if data: return *with_other_data(recipe, data, info), {}
+    for t in moved_places(recipe.config(), Run(run).meta.get("folder", ""), run): print(f"medlab: {t}", file=sys.stderr)
+    return recipe, None, _as_trained(recipe, info)
+
+
+def _score(recipe, model, cases, options):
+    "The table of a model; raises `UserError` where memory does not suffice."
+    say = lambda kind, text, *rest, **more: print(f"medlab: {text}", file=sys.stderr)
+    line, memory = lambda text: print(text, file=sys.stderr, flush=True), Memory(next(model.parameters()).device)
+    table, why = infer(lambda **kw: recipe.evaluate(model, cases, **kw), recipe, memory, say, options, say=line)
+    if why: raise UserError(why)
+    return table
+
+# %% ../../nbs/cli/04_evaluate.ipynb #2b0b14be
+def _beside(run, beside, cls, device, best):
+    "(recipe, model, names of the cases that it was trained on) of another run; raises `UserError` for another recipe."
+    recipe, model, _ = load_model(beside, device, best)
+    if type(recipe).name != cls.name:
+        raise UserError(f"{beside} is a run of {type(recipe).name} and {run} of {cls.name}: their scores are of "
+            "different things; name two runs of one recipe")
+    info = Run(beside).meta["data"]
+    recipe.remember(info)
+    return recipe, model, info["split"]["train"]
+
+
+# %% ../../nbs/cli/04_evaluate.ipynb #8e0e75e4
+def _which(row):
+    "What a row is of: the case, and such text as the modality that was to be made."
+    return tuple(v for k, v in row.items() if isinstance(v, str) and k != "split")
+
+
+def _joined(rows, others, name):
+    "Rows with the columns of both, those of the other behind where any row says something else."
+    own = {_which(r): r for r in others}
+    keys = dict.fromkeys(k for r in others for k, v in r.items() if not isinstance(v, str))
+    differ = [k for k in keys if any(r.get(k) != own.get(_which(r), {}).get(k) for r in rows)]
+    return [r | {f"{k}@{name}": own.get(_which(r), {}).get(k) for k in differ} for r in rows]
+
+# %% ../../nbs/cli/04_evaluate.ipynb #7bd33b10
+def _judged(table, recipe, name):
+    "The sentence about what judges weights; of a case in several rows, by their mean."
+    numbers = (k for k, v in table.rows[0].items() if isinstance(v, (int, float)))
+    metric = (recipe.metric or next(numbers)).removeprefix("-")
+    if (theirs := f"{metric}@{name}") not in table.rows[0]: return f"{metric} is the same in both, in every case"
+    cases = dict.fromkeys(r["case"] for r in table.rows)
+    rows = [Table([r for r in table.rows if r["case"] == c]).metrics | dict(case=c) for c in cases]
+    return str(paired(rows, metric, theirs))
+
+
+def _score_beside(table, recipe, other, model, trained, beside, options):
+    "The table with the columns of another run on the same cases, and what follows."
+    other.cases, other.split, name = recipe.cases, recipe.split, Path(beside).name
+    theirs = _score(other, model, [r["case"] for r in table.rows], options)
+    rows = _joined(table.rows, theirs.rows, name)
+    notes = [*[table.note] * bool(table.note), _judged(Table(rows), recipe, name)]
+    if seen := sorted({r["case"] for r in rows} & {*trained}):
+        notes.append(f"{beside} was trained on {', '.join(seen)}: there it is no result on unseen cases")
+    out = [r | dict(why=f"{beside}: {r['why']}") for r in theirs.left_out]
+    return Table(rows, "\n".join(notes), table.left_out + out)
+
+# %% ../../nbs/cli/04_evaluate.ipynb #1a0b56fe
 def evaluate_run(
     run,  # run directory
     data=None,  # file or folder of cases; None: the run's own held-out cases
@@ -66,22 +132,14 @@ def evaluate_run(
     best:bool=False,  # the weights that validation found best; False: the newest
     device:str=None,  # torch device; None: the GPU if there is one
     cls:type=None,  # of the run's recipe; None: as the run remembers it
+    beside=None,  # another run of the same recipe, scored on the same cases; None: none
     **options,  # of `score_options`
 ) -> tuple:  # (`Table`, step of the weights)
     "Score cases with what a run has learned. Raises `UserError` where it has no checkpoint, or no case can be scored."
     if cases is not None and cases < 1: raise UserError(f"cases={cases} must be at least 1")
-    meta, faults = Run(run).meta, {}
-    info = meta["data"]
     recipe, model, step = load_model(run, device, best, cls)
-    if data:
-        recipe, names = with_other_data(recipe, data, info)
-        cases = names[:cases]
-    else:
-        for t in moved_places(recipe.config(), meta.get("folder", ""), run): print(f"medlab: {t}", file=sys.stderr)
-        faults = _as_trained(recipe, info)
-    say = lambda kind, text, *rest, **more: print(f"medlab: {text}", file=sys.stderr)
-    line, memory = lambda text: print(text, file=sys.stderr, flush=True), Memory(next(model.parameters()).device)
-    table, why = infer(lambda **kw: recipe.evaluate(model, cases, **kw), recipe, memory, say, options, say=line)
-    if why: raise UserError(why)
+    other = _beside(run, beside, type(recipe), device, best) if beside else None
+    recipe, names, faults = _set_up(run, data, recipe, Run(run).meta["data"])
+    table = _score(recipe, model, names[:cases] if names else cases, options)
     for r in table.left_out: r["why"] += f": {faults[r['case']]}" if r["case"] in faults else ""
-    return table, step
+    return table if other is None else _score_beside(table, recipe, *other, beside, options), step

@@ -379,6 +379,7 @@ def _evaluate_parser():
     p.add_argument("data", type=str, nargs="?", help="a file or folder of cases; default the run's held-out cases")
     p.add_argument("--cases", type=int, help="how many at most; default all")
     p.add_argument("--best", action="store_true", help="with the weights that validation found best, not the newest")
+    p.add_argument("--beside", type=str, help="another run of the same recipe, scored on the same cases, one by one")
     p.add_argument("--csv", type=str, help="file to write the rows into, every digit")
     _add_recipe(p)
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
@@ -414,7 +415,8 @@ def evaluate(
     a, given = _parse(_evaluate_parser(), argv, own)
     given = {k: v for k, v in _checked(given).items() if v != own[k][1]}  # the rest is left to the recipe
     if a.csv: _check_csv(Path(a.csv))
-    with cpu_threads(a.threads): table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, cls, **given)
+    with cpu_threads(a.threads):
+        table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, cls, a.beside, **given)
     n = len({r["case"] for r in table.rows})
     which = "the best that validation found" if a.best else "the newest"
     print(f"{a.run}, weights of step {step} ({which}): {n} cases of {a.data or _whose(table)}")

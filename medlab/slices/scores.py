@@ -4,17 +4,14 @@
 
 # %% auto #0
 __all__ = ['WINDOW', 'PLANES', 'HU_RANGES', 'plane_scores', 'volume_scores', 'slice_scores', 'rplhr_scores', 'detail',
-           'consistency', 'tissue_mae', 'Paired', 'paired']
+           'consistency', 'tissue_mae']
 
 # %% ../../nbs/slices/07_scores.ipynb #cbf28b51
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from fastcore.basics import patch
-from scipy import stats
 from skimage.metrics import structural_similarity
 
 from ..core import UnknownName, UserError
@@ -275,89 +272,3 @@ def tissue_mae(
         off = np.abs(a - b)[count] * _width(pair)
         sums += [np.bincount(tissue, w, len(HU_RANGES)) for w in (off, None)]
     return {f"mae_{name}": float(s / n) if n else None for name, s, n in zip(HU_RANGES, *sums)}
-
-# %% ../../nbs/slices/07_scores.ipynb #6370d0ee
-@dataclass(frozen=True, repr=False)
-class Paired:
-    "Two methods compared on the same cases."
-    a:str  # column
-    b:str  # column
-    n:int  # cases with both numbers
-    mean:float  # of a − b
-    low:float  # end of the 95 % t interval; None: a single case
-    high:float
-    p:float  # Wilcoxon signed-rank, two-sided
-    exact:bool  # whether p is exact
-    least:float  # the smallest p that so many differing cases can reach
-    left_out:int = 0  # rows without both numbers, or not finite
-
-    @property
-    def decided(self) -> bool:
-        "Whether p is below 0.05."
-        return self.p < 0.05
-
-# %% ../../nbs/slices/07_scores.ipynb #706aa5e7
-def _wilcoxon(d):
-    "(two-sided p of the signed-rank test, whether it is exact) of differences without zeros."
-    if not len(d): return 1.0, True
-    ranks = stats.rankdata(np.abs(d))
-    tied = len({*ranks}) < len(d)
-    if not tied and len(d) <= 50: return float(stats.wilcoxon(d, method="exact").pvalue), True
-    if len(d) > 12: return float(stats.wilcoxon(d).pvalue), False
-    signed = lambda s, axis=-1: (np.sign(s) * ranks).sum(axis)
-    flips = dict(permutation_type="samples", n_resamples=2 ** len(d), vectorized=True)
-    return float(stats.permutation_test((d,), signed, **flips).pvalue), True
-
-
-def _interval(d):
-    "The 95 % t interval of a mean."
-    if len(d) < 2: return None, None
-    half = stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / math.sqrt(len(d))
-    return float(d.mean() - half), float(d.mean() + half)
-
-# %% ../../nbs/slices/07_scores.ipynb #c06b72d0
-def _refuse_rows(rows, names):
-    "Raise for columns that are not there, and for a case that stands in several rows."
-    known = dict.fromkeys(k for r in rows for k in r)
-    for name in names:
-        if name not in known: raise UnknownName("column", name, known)
-    cases = Counter(r["case"] for r in rows if "case" in r).most_common(1)
-    if cases and cases[0][1] > 1:
-        raise UserError(f"case {cases[0][0]!r} stands in {cases[0][1]} rows, which are not independent; average them "
-                        "first")
-
-# %% ../../nbs/slices/07_scores.ipynb #7dd9beb9
-def paired(
-    rows,  # dictionaries, one a case, such as those of a `Table`
-    a:str,  # column of one method, such as "psnr"
-    b:str,  # column of the other, such as "psnr_cubic"
-) -> Paired:
-    "Compare two columns case by case; raises `UserError` where no row has both numbers."
-    rows = list(rows)
-    _refuse_rows(rows, (a, b))
-    both = [[np.nan if r.get(k) is None else float(r[k]) for k in (a, b)] for r in rows]
-    good = [v for v in both if np.isfinite(v).all()]
-    if not good: raise UserError(f"none of {len(rows)} rows has a finite {a} and {b}; there is nothing to compare")
-    d = np.subtract(*np.array(good).T)
-    (p, exact), differ = _wilcoxon(d[d != 0]), int(np.count_nonzero(d))
-    least = min(1.0, 2.0 ** (1 - differ))
-    return Paired(a, b, len(d), float(d.mean()), *_interval(d), p, exact, least, len(rows) - len(good))
-
-# %% ../../nbs/slices/07_scores.ipynb #8659ab45
-def _verdict(self):
-    "What follows from p."
-    if self.decided: return "decided"
-    if self.least < 0.05: return "not decided"
-    return f"not decided, and so few differences cannot be: their least p is {self.least:.2g}, six are needed"
-
-
-@patch
-def __str__(self:Paired):
-    span = "no interval" if self.low is None else f"95 % interval {self.low:+.3g} to {self.high:+.3g}"
-    out = f" ({self.left_out} row{'s' * (self.left_out > 1)} without both left out)" * bool(self.left_out)
-    return (f"{self.a} − {self.b} = {self.mean:+.3g}, {span}, n = {self.n}{out}, {'exact ' * self.exact}Wilcoxon "
-            f"p = {self.p:.2g}: {_verdict(self)}")
-
-
-@patch
-def __repr__(self:Paired): return str(self)
