@@ -56,10 +56,10 @@ def _as_trained(recipe, info):
 def score_options(
     cls:type,  # a recipe
 ) -> dict:  # name → (type, default, help)
-    "Those of a recipe's `predict_options` that its scores take too."
+    "Those of a recipe's `predict_options` that its scores take too, and its `evaluate_options`."
     ways = [inspect.signature(f).parameters for f in (cls.evaluate, cls.score)]
     takes = lambda way, name: name in way or any(p.kind is p.VAR_KEYWORD for p in way.values())
-    return {k: v for k, v in cls.predict_options.items() if all(takes(way, k) for way in ways)}
+    return {k: v for k, v in cls.predict_options.items() if all(takes(way, k) for way in ways)} | cls.evaluate_options
 
 # %% ../../nbs/cli/04_evaluate.ipynb #97fb0a19
 def _set_up(run, data, recipe, info):

@@ -186,6 +186,7 @@ class Use:
     name = "recipe"
     cases, split = {}, None  # what `setup` finds: name → case, and the names' `Split`; None: no evaluation
     predict_options = {}  # of the command line: name → (type, default, help)
+    evaluate_options = {}  # as these, of scores alone
     endings = (".nii", ".nii.gz")  # of the files that `write` writes
     metric = None  # what judges weights, such as "dice", or "-hd95_mm": less is better; None: the first of `score`
     baseline_from_training = False  # whether `score` fits a baseline to the training cases

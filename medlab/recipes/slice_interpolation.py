@@ -31,6 +31,7 @@ from ..memory.tiles import Tiles, blend_tiles, checked_overlap, count_tiles, fit
 from ..nets.codec import load_codec, to_unit
 from ..nets.latent_unet import LatentUNet, check_window, latent_unet, measure_scale
 from ..nets.residual import BlockCodec, Components, LatentCodec, dct_codec
+from ..paired import paired
 from .base import Recipe, Table
 from ..slices.ceiling import measure_ceiling
 from ..slices.coding import CaseCrops, Coded, base_volume, code_base, make_latents, plan_latents
@@ -640,25 +641,54 @@ def _measured(way, made, loaded, protocol):
     return {k: v for k, v in row.items() if k != "slices_sagittal"}
 
 
+SliceInterpolation.evaluate_options = dict(protocol=(str, "sagittal",
+    "sagittal: whole volume and sagittal slices; rplhr: whole volume and axial slices, as RPLHR-CT is scored"))
+
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #24571721
 @patch
 def score(self:SliceInterpolation,
     model:LatentUNet,  # in evaluation mode
     name:str,  # of a case of the run
     protocol:str="sagittal",  # "sagittal": whole volume and sagittal slices; "rplhr": as RPLHR-CT is scored
     steps:int=20,  # time points that a sample visits; 0: no sample
-    **options,  # of `Wanted`
+    start:float=None,  # where a sample begins, see `Wanted`
+    seed:int=0,  # of the noise
+    overlap:float=None,  # of neighbouring windows, see `Wanted`
+    tile_batch:int=None,  # windows at once, see `Wanted`
+    progress:bool=None,  # see `Meter`
 ) -> dict:  # one row of the table
     "PSNR (dB), SSIM, error (HU) and detail along z of the mean; with suffixes of the sample and of the baselines."
     if protocol not in PROTOCOLS: raise UnknownName("protocol", protocol, PROTOCOLS)
-    loaded, rows = self.load(name), {}
-    for way, made in self.candidates(model, loaded, steps, **options):
+    loaded, rows, same = self.load(name), {}, dict(overlap=overlap, tile_batch=tile_batch, progress=progress)
+    for way, made in self.candidates(model, loaded, steps, start=start, seed=seed, **same):
         suffix = "" if way == "mean" else f"_{way}"
         rows[way] = {f"{k}{suffix}": v for k, v in _measured(way, made, loaded, protocol).items()}
     order = sorted(rows, key=lambda w: ("mean", "sample", *BASELINES).index(w))
     thick = "simulated" if loaded.simulated else "acquired"
     return dict(case=name, thick=thick) | {k: v for w in order for k, v in rows[w].items()}
 
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #6c53e853
+def _pairs(row):
+    "The columns of a row that are compared: the network's answer and an interpolation."
+    for metric in ("psnr_sagittal", "mae_sagittal", "psnr_rplhr"):
+        own = metric if metric in row else f"{metric}_sample"
+        for way in ("cubic", "base"):
+            if own in row: yield own, f"{metric}_{way}"
 
+
+@patch
+def evaluate(self:SliceInterpolation,
+    model:LatentUNet,  # in evaluation mode
+    cases=None,  # how many, or a list of names; None: all that are held out
+    **options,  # of `score`
+) -> Table:
+    "As `Recipe.evaluate`; below the table the network against interpolation, patient by patient."
+    table = Recipe.evaluate(self, model, cases, **options)
+    rows = [r for r in table.rows if r["split"] != "train"] or table.rows
+    lines = [str(paired(rows, *p)) for p in _pairs(rows[0])] if len(rows) > 1 else []
+    return replace(table, note="\n".join([*[table.note] * bool(table.note), *lines]))
+
+# %% ../../nbs/recipes/07_slice_interpolation.ipynb #4442e0c1
 @patch
 def previews(self:SliceInterpolation) -> dict: "Held-out cases."; return {n: (n,) for n in self.split.shown}
 

@@ -79,6 +79,18 @@ def test_scores_stand_beside_those_of_interpolation_and_say_what_thick_slices_ar
     assert len(rows) == 2 and all("acquired" in r for r in rows)
     value = lambda r, k: float(r.split(",")[columns.index(k)])
     assert all(value(r, "back") < 0.5 and value(r, "psnr_sagittal_ceiling") > value(r, "psnr_sagittal_cubic") for r in rows)
+    assert "psnr_sagittal − psnr_sagittal_cubic = " in out and "n = 2, exact Wilcoxon p" in out
+    status, out, err = said("evaluate", trained, "--steps", 2, "--answer", "sample")
+    assert status == 2 and "answer" in err and "Traceback" not in err, "both answers are scored"
+
+
+def test_a_regression_beside_it_by_the_public_protocol(trained, patients):
+    status, _, err = said("train", "slice_interpolation", "--data-root", patients / "data", "--run", patients / "regression", "--steps", 3, *SMALL, "--mean-share", 1)
+    assert status == 0, err
+    status, out, err = said("evaluate", trained, "--steps", 0, "--protocol", "rplhr", "--beside", patients / "regression")
+    assert status == 0, err
+    head = next(line for line in out.splitlines() if line.startswith("case"))
+    assert "psnr_rplhr@regression" in head and "psnr_rplhr_cubic" in head and "psnr_rplhr_cubic@regression" not in head
 
 
 def test_what_is_wrong_with_a_case_costs_the_case(patients, tmp_path):
