@@ -9,7 +9,8 @@
 Each notebook runs in a kernel of its own, in its folder, one after the other: what they measure is time. At the end
 come those that measure something else, with one thread each: two at a time. Cells flagged `cuda` run where there is a
 GPU. A notebook is written only when its last cell has passed; one that fails, that does not
-fit, or that is still running when the time is over keeps its tables. Exit status 1 where one failed.
+fit, or that is still running when the time is over keeps its tables. What it had found by then lies in the folder
+.partial beside it, which git ignores. Exit status 1 where one failed.
 """
 import argparse
 import contextlib
@@ -120,13 +121,24 @@ def write(nb, path):
     os.replace(new, path)
 
 
+def keep_partial(nb, path):
+    "Keep the outputs of a notebook whose own tables stay as they were."
+    place = path.parent / ".partial"
+    place.mkdir(exist_ok=True)
+    nbformat.write(nb, place / path.name)
+
+
 def measure(path, root, deadline, card):
-    "Run a notebook, stamp it and write it; the seconds it took. Raises `Failed` or `Late`, and nothing is written."
+    "Run a notebook, stamp it and write it; the seconds it took. Raises `Failed` or `Late`, and it stays as it was."
     before, start = path.read_bytes(), time.monotonic()
     nb, old = nbformat.read(path, as_version=4), stamp.load(path)
     head, code = stamp.commit(root, old, path), stamp.Code(root).of(old)  # as they are when the kernel starts
-    execute(nb, path, root, deadline, bool(card))
-    if path.read_bytes() != before: raise Failed("the notebook was changed while it ran, and is left as it is")
+    try:
+        execute(nb, path, root, deadline, bool(card))
+        if path.read_bytes() != before: raise Failed("the notebook was changed while it ran, and is left as it is")
+    except (Failed, Late):
+        keep_partial(nb, path)
+        raise
     seconds = round(time.monotonic() - start)
     made = dict(commit=head, machine=stamp.machine(card), seconds=seconds, cells=stamp.own(old), code=code)
     nb["metadata"][stamp.KEY] = made

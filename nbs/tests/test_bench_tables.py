@@ -191,6 +191,9 @@ def test_a_failing_cell_leaves_the_old_table(tiny, capsys):
     out = capsys.readouterr().out
     assert path.read_bytes() == before and "cell 3 (1 / x): ZeroDivisionError: division by zero" in out
     assert "measured: tiny\nfailed: broken\nleft: none" in out, "the others are measured all the same"
+    found = nbformat.read(path.parent / ".partial/broken.ipynb", as_version=4)
+    assert found.cells[2].outputs[0].text == "1\n" and set(stamp.notebooks(tiny)) == {"tiny", "broken"}, "an hour's table is not lost"
+    assert not (path.parent / ".partial/tiny.ipynb").exists()
 
 
 def test_a_kernel_that_dies_is_a_failure(tiny, capsys):
