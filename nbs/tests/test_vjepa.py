@@ -134,7 +134,7 @@ def test_context_that_is_not_masked_never_trains(tmp_path, monkeypatch, how):
 
 def test_a_teacher_that_cannot_follow(tmp_path):
     found = trained(tmp_path / "run", steps=100, teacher_start=0.97, teacher_end=0.97, distance_alarm=0.01)[1]
-    assert found and {s for _, s in found} == {"distance"} and found[0][0] == 100
+    assert (100, "distance") in found, "after the warm-up and twice the 33 steps that it averages over"
 
 
 def test_a_validation_loss_of_zero_is_no_score(tmp_path, monkeypatch):
@@ -160,7 +160,9 @@ def score_with(module, monkeypatch, score, zero, *args):
 BAD = [
     ("--image-size 8,32,4", "is 4 voxels along x, and a patch is 8"),
     ("--image-size 2,8,8", "leave no context"),
-    ("--masks random --mask-ratio 0.01 --image-size 4,16,16", "leave no target"),
+    ("--masks random --mask-ratio 0", "mask_ratio=0 is refused"),
+    ("--masks random --mask-ratio 0.999", "leave no context"),
+    ("--masks tube --mask-ratio 1", "must lie between 0 and 1"),
     ("--mask-ratio 0.5", "mask_ratio=0.5 is nothing that masks='blocks' have"),
     ("--dense-weight 0.5", "start a run with dense=True"),
     ("--teacher-start 1", "keeps the teacher as it was"),
