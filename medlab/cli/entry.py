@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 # %% ../../nbs/cli/09_entry.ipynb #8f6004b4
-NAMES = ("codec", "fast_ddpm", "restoration", "segmentation", "slice_interpolation")  # of recipes
+NAMES = ("codec", "fast_ddpm", "restoration", "segmentation", "slice_interpolation", "vjepa3d")  # of recipes
 TRAIN = ("--config", "--run", "--recipe", "--resume", "--steps", "--device", "--threads", "--use-wandb",
     "--tensorboard", "--debug", "--set", "--size", "--data_root")
 WORDS = dict(  # command → (what its words are, its options)

@@ -27,7 +27,7 @@ RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"),
     restoration=("medlab.recipes.restoration", "Restoration"),
     segmentation=("medlab.recipes.segmentation", "Segmentation"),
     slice_interpolation=("medlab.recipes.slice_interpolation", "SliceInterpolation"),
-    codec=("medlab.recipes.codec", "Codec"))
+    codec=("medlab.recipes.codec", "Codec"), vjepa3d=("medlab.recipes.vjepa3d", "VJEPA3D"))
 RUN_KEYS = dict(run=str, steps=int, device=str, threads=int)  # keys that belong to the run, not to recipe or knobs
 
 

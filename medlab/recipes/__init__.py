@@ -11,4 +11,4 @@ import lazy_loader
 # %% ../../nbs/recipes/04_package.ipynb #4cbe6f9c
 __getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"codec": ["Codec"],
     "fast_ddpm": ["FastDDPM"], "restoration": ["Restoration"], "segmentation": ["Segmentation"],
-    "slice_interpolation": ["SliceInterpolation"]})
+    "slice_interpolation": ["SliceInterpolation"], "vjepa3d": ["VJEPA3D"]})

@@ -633,3 +633,22 @@ def bind_losses(self:Recipe,
 ) -> Callable:  # function (model, batch) → losses, see `losses`
     "The losses as a function that has the system's other networks at hand; the default returns `losses`."
     return self.losses
+
+# %% ../../nbs/recipes/00_base.ipynb #8008f260
+@patch
+def listeners(self:Recipe,
+    losses:Callable,  # what `bind_losses` returned
+    record,  # function (iteration, {metric: value}), for further telemetry
+    report,  # function of an event: (kind, text, level, iteration, **data)
+) -> list:  # of `StepListener`
+    "What watches the steps of this recipe beside medlab's own listeners; the default is nothing."
+    return []
+
+
+@patch
+def for_use(self:Recipe,
+    model:torch.nn.Module,  # the trained network, in evaluation mode
+    averages:dict,  # name → averaged network of the system
+) -> torch.nn.Module:
+    "The network that predictions and scores are made with; the default is the trained one alone."
+    return model

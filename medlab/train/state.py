@@ -270,12 +270,15 @@ def trained_model(
     weights:str="auto",  # see `chosen_weights`
 ) -> nn.Module:  # on the CPU, in evaluation mode
     "The network with the weights of a checkpoint, and with the recipe's own knobs as they were in force."
-    model, (_, average) = recipe.build_system().model, chosen_weights(state, weights)
+    system, (_, average) = recipe.build_system(), chosen_weights(state, weights)
+    model = system.model
     model.load_state_dict(state["model"])
     for name, p in model.named_parameters(): p.copy_(average.get(name, p))
     for k in recipe.Knobs.class_traits().keys() - Knobs.class_traits().keys():
         if k in state["knobs"]: recipe.apply(k, state["knobs"][k], model)
-    return model.eval()
+    kept = (state["step"].get("system") or {}).get("averages", {})
+    for name, weights in kept.items(): system.averages[name].load_state_dict(weights)
+    return recipe.for_use(model.eval(), {k: a.network for k, a in system.averages.items()})
 
 # %% ../../nbs/train/03_state.ipynb #4eabcc33
 def _none_saved(path, reasons):

@@ -276,7 +276,7 @@ def _make_listeners(self:Trainer):
     self.step.dropping.second_look.look = self.escalation.second_look
     zero, compiled = ZeroGradientWatch(self.knobs, self.optimizer, report), CompileWatch(self.model, report)
     self.listeners = [self.memory_watch, zero, compiled, self.loss_scale, self.telemetry, self.controls,
-        self.quarantine, self.escalation]
+        self.quarantine, self.escalation, *self.recipe.listeners(self.step.losses, self.telemetry.put, report)]
 
 # %% ../../nbs/train/10_trainer.ipynb #f1cac7fb
 @patch
@@ -531,7 +531,8 @@ def snapshot(self:Trainer) -> torch.nn.Module:
         raise UserError(f"this trainer handed its run over at step {self.iteration}, and has not the weights that the "
             f"process learns; wait(), then take up the run: Trainer(recipe, {str(self.path)!r}, resume=True)")
     with self.loop.lock, (self.step.ema.applied(self.model) if self.step.ema else contextlib.nullcontext()):
-        return copy.deepcopy(self.model).eval()
+        averages = {k: copy.deepcopy(a.network) for k, a in self.system.averages.items()}
+        return self.recipe.for_use(copy.deepcopy(self.model).eval(), averages)
 
 # %% ../../nbs/train/10_trainer.ipynb #5a36fd4b
 @patch

@@ -73,6 +73,7 @@ class DeviceTensor(torch.Tensor):
         if func is torch.Tensor.numpy: raise TypeError("a tensor of a GPU has no numpy array; .cpu() first")
         if func is torch.Tensor.cpu or func is torch.Tensor.to and _to_host(args[1:], kwargs):
             rest = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)]
+            if func is torch.Tensor.to and kwargs.get("non_blocking"): return args[0].held.to(*rest, copy=True)  # into pinned memory: the host goes on
             return cls.current.read("copy to the host", args[0]).to(*rest)
         if func is torch.Tensor.new_tensor:
             return cls.current.send(torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs, "device": CPU}))

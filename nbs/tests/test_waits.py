@@ -16,12 +16,13 @@ from medlab.batches.loading import Guarded, collate
 from medlab.contracts.batch import Batch, StepBatch
 from medlab.losses import edt, surface
 from medlab.knobs.knobs import Knobs
+from medlab.recipes import vjepa3d
 from medlab.step import step as step_module
 from medlab.step.device import DeviceDecisions
 from medlab.step.schedule import LRSchedule
 from medlab.step.step import Step
 
-TINY = dict(fast_ddpm=recipes.FastDDPM, restoration=recipes.Restoration, segmentation=recipes.Segmentation)
+TINY = dict(fast_ddpm=recipes.FastDDPM, restoration=recipes.Restoration, segmentation=recipes.Segmentation, vjepa3d=recipes.VJEPA3D)
 
 
 @functools.cache
@@ -60,13 +61,18 @@ def step_of(recipe, device, **knobs):
     "A step on the device, which decides there."
     k = recipe.Knobs(**{**recipe.initial_knobs(), **knobs})
     torch.manual_seed(0)
+    recipe.knobs = k
     system = recipe.build_system()
     device.place(system.model).train()
+    for average in system.averages.values():
+        device.place(average.network)
+        average.pairs = [*average.network.parameters()], [*average.source.parameters()]
     for name in {*knobs} - Knobs.class_traits().keys(): recipe.apply(name, getattr(k, name), system.model)
     params = [p for p in system.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=torch.tensor(k.lr, device=CUDA), fused=True)
     step = Step(system, optimizer, recipe.bind_losses(system), k, LRSchedule(k), device=CUDA, decisions=DeviceDecisions)
     step.decisions.patience = math.inf  # however slow this machine is
+    recipe.listeners(step.losses, lambda *values: None, lambda *event, **data: None)  # as for a trainer, whose listeners are called later
     return step
 
 
@@ -91,6 +97,8 @@ CASES += [("segmentation", c, k) for c, k in (({}, {}), ({}, dict(cldice_weight=
     ({}, dict(surface_weight=0.5, surface_every=2)), (dict(maps=False), dict(surface_weight=0.5)),
     (dict(surface="boundary"), dict(surface_weight=0.5)), (dict(scheme="source"), dict(surface_weight=0.5, surface_every=2)),
     (dict(supervision=1), {}), (dict(ignore=4), {}))]
+CASES += [("vjepa3d", c, k) for c, k in (({}, {}), ({}, dict(look_every=1)), (dict(masks="random", levels=2), dict(look_every=2)),
+    (dict(dense=True), dict(dense_weight=0.5)))]
 
 
 EVERY = os.environ.get("MEDLAB_WAITS") == "all"
@@ -104,6 +112,14 @@ def test_no_recipe_and_no_loss_waits(monkeypatch, name, config, knobs, precision
     waits, results = waits_of(monkeypatch, lambda: made(name, **config), precision, **knobs)
     assert [(w.what, w.where.split(":")[0]) for w in waits] == [("tolist", "medlab/step/device.py")], [*map(str, waits)]
     assert len(results) == 2 and all(r.loss_terms["loss"] > 0 for r in results)
+
+
+def test_a_look_that_waits_is_seen(monkeypatch):
+    "So a look is taken in the steps above, and none of its values is asked for."
+    send = vjepa3d.send
+    monkeypatch.setattr(vjepa3d, "send", lambda signals, gram: [gram.sum().item(), send(signals, gram)][1])
+    waits, _ = waits_of(monkeypatch, lambda: made("vjepa3d"), "fp32", look_every=1)
+    assert {w.where.split(":")[0] for w in waits} == {"nbs/tests/test_waits.py", "medlab/step/device.py"}, [*map(str, waits)]
 
 
 class Toy(recipes.Restoration):

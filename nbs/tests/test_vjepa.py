@@ -1,0 +1,191 @@
+"""V-JEPA on volumes from the command line: trained, stopped and resumed to the bit; each planted fault is alarmed or refused, a clean run is quiet.
+"""
+import functools
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from test_cli import is_mistake, said
+
+from medlab import Run, Trainer, recipes
+from medlab.contracts.system import Average
+from medlab.core import UserError
+from medlab.nets.vjepa import Encoder, take
+from medlab.oct.phantoms import write_oct_phantoms
+from medlab.recipes.vjepa3d import VJEPALosses
+from medlab.run.checkpoint import newest_state
+
+KNOBS = dict(lr=1e-3, warmup=10, horizon=400, teacher_start=0.99, val_share=0.0, save_every=0)
+OPTIONS = ("--debug", "--threads", 1, *(f"--{k}={v}" for k, v in KNOBS.items()))
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory):
+    "Six synthetic patients of three makers as DICOM."
+    root = tmp_path_factory.mktemp("vjepa")
+    write_oct_phantoms(root / "data", 6, shape=(8, 32, 32))
+    return root
+
+
+def trained(path, recipe=None, steps=60, **knobs):
+    "The run of a tiny network, and which alarms it raised: (iteration, signal)."
+    with Trainer(recipe or recipes.VJEPA3D(**recipes.VJEPA3D.tiny), path, device="cpu", threads=1, **KNOBS | knobs) as t: t.fit(steps=steps, progress=False)
+    run = Run(path)
+    return run, [(e.step, e.data["signal"]) for e in run.events("collapse")]
+
+
+# from the command line
+
+def test_stopped_and_resumed_to_the_bit(scans):
+    line = ("train", "vjepa3d", "--data-root", scans / "data", *OPTIONS, "--val", 0.2)
+    status, out, err = said(*line, "--run", scans / "whole", "--steps", 24)
+    assert status == 0, err
+    assert said(*line, "--run", scans / "halves", "--steps", 11)[0] == 0
+    assert said("train", "--resume", scans / "halves", "--steps", 24, "--threads", 1)[0] == 0
+    (whole, _), (halves, _) = (newest_state(scans / r) for r in ("whole", "halves"))
+    assert whole["progress"]["iteration"] == 24 == whole["step"]["optimizer_step"]
+    for part in (lambda s: s["model"], lambda s: s["step"]["system"]["averages"]["teacher"]):
+        assert all(torch.equal(v, part(halves)[k]) for k, v in part(whole).items())
+    assert any(not torch.equal(v, whole["step"]["system"]["averages"]["teacher"][k.removeprefix("encoder.")]) for k, v in whole["model"].items() if k.startswith("encoder.")), "the teacher is not the student"
+    losses = [Run(scans / r).metrics("loss")["loss"].value for r in ("whole", "halves")]
+    assert np.array_equal(*losses) and len(losses[0]) == 24
+    assert not Run(scans / "whole").events("collapse")
+
+
+def test_a_resumed_run_keeps_its_split_and_its_plan_names_the_rate(scans):
+    run = Run(scans / "halves")
+    info = run.meta["data"]
+    patients = [{n.rsplit("_", 2)[0] for n in info["split"][k]} for k in ("train", "val", "test")]
+    assert patients[0] and patients[1] and not set.intersection(*patients[:2])
+    texts = [e.text for e in run.events("data")]
+    assert any("0 restarts" in t for t in texts) and any("by manufacturer" in t for t in texts)
+
+
+def test_evaluated_with_the_mean_beside_it(scans):
+    status, out, err = said("evaluate", scans / "whole", "--csv", scans / "scores.csv")
+    assert status == 0, err
+    assert {"loss", "mean_loss", "skill", "std", "domain"} <= set((scans / "scores.csv").read_text().splitlines()[0].split(","))
+
+
+def test_damaged_files_are_in_the_table_and_training_goes_on(tmp_path):
+    write_oct_phantoms(tmp_path / "data", 6, damaged=0.25, shape=(8, 32, 32))
+    status, out, err = said("check", tmp_path / "data", "--recipe", "vjepa3d", "--debug")
+    assert "12 cases: 9 sound, 3 in quarantine" in out and "manufacturer | volumes | quarantine" in out, out
+    status, out, err = said("train", "vjepa3d", "--data-root", tmp_path / "data", "--run", tmp_path / "run", "--steps", 2, *OPTIONS)
+    assert status == 0 and len(Run(tmp_path / "run").meta["data"]["quarantined"]) == 3, err
+
+
+# planted faults, all within 100 steps
+
+def test_a_clean_run_is_quiet(tmp_path):
+    run, alarms = trained(tmp_path / "run", steps=100)
+    assert alarms == [] and not [e.text for e in run.events() if e.level == "error"]
+    seen = run.metrics("teacher_std", "rank_share", "teacher_motion")
+    assert len(seen["teacher_std"]) == 11 and min(seen["teacher_std"].value) > 0.3 and min(seen["teacher_motion"].value) > 0
+
+
+def test_an_average_that_is_never_updated(tmp_path, monkeypatch):
+    monkeypatch.setattr(Average, "update", lambda self, weight: None)
+    assert (30, "motion") in trained(tmp_path / "run")[1]
+
+
+def test_a_teacher_that_is_the_student(tmp_path):
+    assert (30, "equal") in trained(tmp_path / "run", teacher_start=0.0, teacher_end=0.0)[1]
+
+
+def test_a_teacher_shared_with_the_student(tmp_path, monkeypatch):
+    made = VJEPALosses.__init__
+
+    def shared(self, recipe, system):
+        made(self, recipe, system)
+        self.teacher = system.model.encoder
+
+    monkeypatch.setattr(VJEPALosses, "__init__", shared)
+    assert (30, "equal") in trained(tmp_path / "run")[1]
+
+
+def test_a_predictor_that_gives_one_answer(tmp_path, monkeypatch):
+    made = recipes.VJEPA3D.network
+
+    def dead(self):
+        net = made(self)
+        torch.nn.init.zeros_(net.predictor.predictor_proj.weight).requires_grad_(False)
+        return net
+
+    monkeypatch.setattr(recipes.VJEPA3D, "network", dead)
+    monkeypatch.setattr(recipes.VJEPA3D, "prove_masking", lambda self, model: 0)  # no context reaches its answer
+    assert (20, "predicted") in trained(tmp_path / "run")[1]
+
+
+@pytest.mark.parametrize("how", ["all_tokens", "mixed_before"])
+def test_context_that_is_not_masked_never_trains(tmp_path, monkeypatch, how):
+    if how == "all_tokens":
+        def predictions(self, model, x, masks):
+            every = torch.arange(64).expand(len(x), -1)
+            return model(x, [every] * len(masks), [m.target for m in masks])
+        monkeypatch.setattr(recipes.VJEPA3D, "predictions", predictions)
+    else:
+        forward = Encoder.forward
+        monkeypatch.setattr(Encoder, "forward", lambda self, x, keep=None, **kw: forward(self, x, **kw) if keep is None else take(forward(self, x, **kw), keep))
+    with pytest.raises(UserError, match="hidden patches reach the student"): Trainer(recipes.VJEPA3D(**recipes.VJEPA3D.tiny), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_that_cannot_follow(tmp_path):
+    found = trained(tmp_path / "run", steps=100, teacher_start=0.97, teacher_end=0.97, distance_alarm=0.01)[1]
+    assert (100, "distance") in found, "after the warm-up and twice the 33 steps that it averages over"
+
+
+def test_a_validation_loss_of_zero_is_no_score(tmp_path, monkeypatch):
+    from medlab.recipes import vjepa3d
+    zero = lambda *args, **kw: dict(loss=torch.zeros(1))
+    with Trainer(recipes.VJEPA3D(**recipes.VJEPA3D.tiny), tmp_path / "run", device="cpu", threads=1, **KNOBS | dict(val_every_steps=2)) as t:
+        t.fit(steps=2, progress=False)
+        monkeypatch.setattr(t.recipe, "score", functools.partial(score_with, vjepa3d, monkeypatch, t.recipe.score, zero))
+        t.fit(steps=2, progress=False)
+    told = [e for e in Run(tmp_path / "run").events("validation") if e.level == "error"]
+    assert len(told) == 1 and told[0].step == 4 and "is exactly 0" in told[0].text
+
+
+def score_with(module, monkeypatch, score, zero, *args):
+    "The score where every loss is zero."
+    with monkeypatch.context() as m:
+        m.setattr(module, "jepa_losses", zero)
+        return score(*args)
+
+
+# bad input
+
+BAD = [
+    ("--image-size 8,32,4", "is 4 voxels along x, and a patch is 8"),
+    ("--image-size 2,8,8", "leave no context"),
+    ("--masks random --mask-ratio 0", "mask_ratio=0 is refused"),
+    ("--masks random --mask-ratio 0.999", "leave no context"),
+    ("--masks tube --mask-ratio 1", "must lie between 0 and 1"),
+    ("--mask-ratio 0.5", "mask_ratio=0.5 is nothing that masks='blocks' have"),
+    ("--dense-weight 0.5", "start a run with dense=True"),
+    ("--teacher-start 1", "keeps the teacher as it was"),
+    ("--teacher-start 0.99 --teacher-end 0.9", "must rise within"),
+    ("--set domain_balance=even", "domain_balance is a field of the recipe"),
+    ("--encoder huge", "unknown encoder 'huge'"),
+    ("--weights {root}/none.pt", "is not a file"),
+]
+
+
+@pytest.mark.parametrize("options,words", BAD, ids=[o for o, _ in BAD])
+def test_what_cannot_work_is_refused_before_anything_is_written(scans, tmp_path, options, words):
+    is_mistake(said("train", "vjepa3d", "--debug", "--run", tmp_path / "run", "--steps", 1, *options.replace("{root}", str(scans)).split()), words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_patient_one_frame_and_volumes_below_a_patch(tmp_path):
+    write_oct_phantoms(tmp_path / "one", 1, shape=(8, 32, 32))
+    train = lambda root: said("train", "vjepa3d", "--data-root", root, "--run", tmp_path / "run", "--steps", 1, *OPTIONS)
+    is_mistake(train(tmp_path / "one"), "are of one patient", "val=0")
+    write_oct_phantoms(tmp_path / "small", 2, shape=(4, 16, 4))
+    is_mistake(train(tmp_path / "small"), "none of the 4 volumes", "is 4 voxels along x, and a patch is 8")
+    (tmp_path / "frame").mkdir()
+    tifffile.imwrite(tmp_path / "frame/a.tif", np.arange(1024, dtype=np.uint8).reshape(32, 32))
+    is_mistake(train(tmp_path / "frame"), "one frame only")
+    assert not (tmp_path / "run").exists()
