@@ -190,6 +190,7 @@ class Use:
     endings = (".nii", ".nii.gz")  # of the files that `write` writes
     metric = None  # what judges weights, such as "dice", or "-hd95_mm": less is better; None: the first of `score`
     baseline_from_training = False  # whether `score` fits a baseline to the training cases
+    preview_planes = ("axial", "image")  # that a preview shows at first; "image": that of an image
     tile_growth = 1  # how many times the sides of `image_size` the tiles of `predict` have at most where none is named
     knobs = None  # the knobs in force, while a trainer holds the recipe or a run's model was loaded with it
 

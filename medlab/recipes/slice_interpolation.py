@@ -95,7 +95,7 @@ class SliceInterpolation(Recipe):
     batch_size: int = 1
 
     name, Knobs = "slice_interpolation", SliceInterpolationKnobs
-    metric = "psnr_sagittal"
+    metric, preview_planes = "psnr_sagittal", ("sagittal",)
     tiny = dict(image_size=(40, 16, 16), channels=(16, 32), num_res_blocks=1, attention=(False, False), heads=1,
         norm_groups=16, phantoms=6)  # for --debug
     sizes = dict(small=dict(image_size=(40, 32, 32), channels=(32, 64), num_res_blocks=2,

@@ -459,7 +459,7 @@ def __call__(self:VJEPALosses, model, batch) -> dict:
     if self.watched: self.sums.index_add_(0, batch["domain_index"], torch.stack([loss, torch.ones_like(loss)], 1))
     if self.watched and k.look_every and (step == 1 or step % k.look_every == 0):
         self.looks[step] = self.look(x, batch["valid"], tokens, made, masks[0], step)
-    return out | dict(hidden=torch.full_like(loss, batch["hidden"][0]))
+    return out | {"features/hidden": torch.full_like(loss, batch["hidden"][0])}
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #40c96490
 @patch
@@ -491,6 +491,13 @@ def apply(self:VJEPA3D, knob, value, model):
             "start a run with dense=True")
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #28ad6f27
+def _panels(found, domains):
+    "Signals and the losses of domains, under the names that put them into panels of their own."
+    own = dict(mean_loss="mean_loss", weight_distance="teacher/weight_distance", teacher_motion="teacher/motion")
+    named = {own.get(k, f"features/{k}"): v for k, v in found.items() if k != "rank"}  # its share is there
+    return named | {f"domain/{d}": v for d, v in domains.items()}
+
+
 class LookRecorder:
     "Records looks, and has them judged."
 
@@ -512,7 +519,7 @@ class LookRecorder:
             loss, n = (found.pop(f"{i}/{k}") for k in ("loss", "samples"))
             if n: domains[name] = loss / n
         found["skill"] = 1 - result.loss_terms["masked"] / max(found["mean_loss"], 1e-12)
-        self.record(result.iteration, found | {f"loss_{d.replace(' ', '_')}": v for d, v in domains.items()})
+        self.record(result.iteration, _panels(found, domains))
         self.watch.see(result.iteration, result.optimizer_step, result.lr, found, domains)
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #0cab8cf3

@@ -20,7 +20,7 @@ from PIL import Image as Pillow
 from ..core import UserError, explained
 from ..plots import plain
 from .codes import mend_kernel
-from .groups import LABELS, View, as_groups, draw_figure, sources_of
+from .groups import View, as_groups, draw_figure, label, sources_of
 from .live import HZ, Messages, Still, Ticker, as_html, as_png, page_code, period_of
 
 # %% ../../nbs/widgets/05_curves.ipynb #6d7ebca1
@@ -138,7 +138,8 @@ def _send_spec(self:Curves):
     names = lambda group: list(dict.fromkeys(n for s in self._sources for n in s.names(group)))
     groups = [dict(title=g.title, log=g.log, ticks=g.ticks, names=names(g)) for g in self._groups]
     runs = [s.name for s in self._sources]
-    self._messages.send_new("spec", groups=groups, runs=runs, labels=LABELS, smooth=self._smooth)
+    labels = {n: label(n) for g in groups for n in g["names"]}
+    self._messages.send_new("spec", groups=groups, runs=runs, labels=labels, smooth=self._smooth)
 
 # %% ../../nbs/widgets/05_curves.ipynb #9c84970e
 @patch

@@ -37,7 +37,7 @@ class Lab(W.HBox):
     ):
         self.panel = Panel(run)
         self.curves = Curves(run, groups, status=self.panel.state)
-        self.preview = Preview(run, share, device, planes=("axial", "image")) if share else None
+        self.preview = Preview(run, share, device) if share else None
         self._clock = Ticker(self, 2.0, "medlab-lab")
         parts = W.Box([w for w in (self.panel, self.curves, self.preview) if w])
         parts.add_class("medlab-parts")

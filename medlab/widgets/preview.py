@@ -89,7 +89,7 @@ class Preview(W.VBox):
         share:float=0.1,  # of a thread's time spent on predictions, in (0, 1]
         device="cpu",  # where predictions from checkpoints are made; those of a trainer are made where it trains
         height:int=300,  # of the planes, pixels
-        planes=None,  # shown at first, of volumes, see `Viewer`; None: all
+        planes=None,  # shown at first, of volumes, see `Viewer`; None: those of the recipe
     ):
         if not 0 < share <= 1:
             raise UserError(f"share={share} must be in (0, 1]; 0.1 rests nine times as long as a prediction takes")
@@ -182,7 +182,8 @@ def show(self:Preview,
 @patch
 def _replace(self:Preview, columns):
     old, viewer = self.viewer, Viewer(columns, window="each", height=self.height)
-    if self.planes: viewer.planes = [p for p in viewer.planes if p in self.planes] or viewer.planes
+    wanted = self.planes or (self.weights.recipe.preview_planes if self.weights else ())
+    viewer.planes = [p for p in viewer.planes if p in wanted] or viewer.planes
     if {"prediction", "truth"} <= columns.keys():
         windows = dict(zip(columns, viewer.windows))
         viewer.windows = [windows["truth" if n == "prediction" else n] for n in columns]

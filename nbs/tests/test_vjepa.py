@@ -81,8 +81,9 @@ def test_damaged_files_are_in_the_table_and_training_goes_on(tmp_path):
 def test_a_clean_run_is_quiet(tmp_path):
     run, alarms = trained(tmp_path / "run", steps=100)
     assert alarms == [] and not [e.text for e in run.events() if e.level == "error"]
-    seen = run.metrics("teacher_std", "rank_share", "teacher_motion")
-    assert len(seen["teacher_std"]) == 11 and min(seen["teacher_std"].value) > 0.3 and min(seen["teacher_motion"].value) > 0
+    seen = run.metrics("features/teacher_std", "teacher/motion")
+    std, motion = seen["features/teacher_std"], seen["teacher/motion"]
+    assert len(std) == 11 and min(std.value) > 0.3 and min(motion.value) > 0
 
 
 def test_an_average_that_is_never_updated(tmp_path, monkeypatch):
