@@ -143,7 +143,7 @@ class CollapseKnobs(Knobs):
         "0: none").tag(unit="steps", off=0, concern="collapse")
     alarm_looks = Int(3, min=1, allow_none=True, help="looks in a row beyond a limit at which the alarm is raised"
     ).tag(unit="looks", off=None, concern="collapse")
-    std_alarm = Real(0.3, 0, 1, help="deviation of the teacher's tokens below which they have collapsed", **ALARM
+    std_alarm = Real(0.2, 0, 1, help="deviation of the teacher's tokens below which they have collapsed", **ALARM
     ).tag(off=None, concern="collapse")
     rank_alarm = Real(0.1, 0, 1, help="effective rank of the teacher's tokens, as a share of their channels, "
         "below which they lie in a few directions", **ALARM).tag(off=None, concern="collapse")
