@@ -238,12 +238,20 @@ def _sample(got, image, valid):
                 case=got.name)
 
 # %% ../../nbs/oct/03_domains.ipynb #d76e99db
+def _firsts(seen, size):
+    "The first slices of those windows that hold a frame that was measured."
+    n = min(size, len(seen))
+    return np.flatnonzero(np.convolve(seen.numpy(), np.ones(n), "valid") > 0)
+
+
 @patch
 def __getitem__(self:OCTDataset, key):
     "A dict of image, valid, spacing, domain, patient, eye and case; raises `CaseFault`."
     if not isinstance(key, tuple): raise UserError(f"item {key!r} needs a seed: ask for ds[place, seed]")
     got, rng = self.loaded(self.places[int(key[0])]), np.random.default_rng(derive_seed(int(key[1]), "cut"))
-    start = [int(rng.integers(max(1, n - s + 1))) for n, s in zip(got.image.shape[1:], self.size)]
+    firsts = _firsts(got.seen, self.size[0])
+    start = [int(firsts[rng.integers(len(firsts))])]
+    start += [int(rng.integers(max(1, n - s + 1))) for n, s in zip(got.image.shape[2:], self.size[1:])]
     image, valid = self._cut(got, start)
     if self.vary: image, valid = self.vary(image, valid, int(key[1]))
     return _sample(got, image, valid)
