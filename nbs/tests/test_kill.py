@@ -1,4 +1,5 @@
 """kill -9: what was acknowledged is there afterwards, and training goes on to the same bits."""
+import os
 import random
 import signal
 import sqlite3
@@ -14,6 +15,7 @@ from medlab.run.checkpoint import read_state
 from medlab.run.directory import Run, run_or_fault
 
 VICTIM = [sys.executable, str(Path(__file__).with_name("victim.py"))]
+KILLS = int(os.environ.get("MEDLAB_KILLS", 8))  # 200 for the long test
 CHANGES = {11: dict(lr=1e-3), 26: dict(precision="bf16", lr=5e-4)}
 
 
@@ -69,10 +71,10 @@ def newest(path):
     return read_state(path / "checkpoints" / c["file"], c["sha256"])
 
 
-def test_thirty_kills_lose_nothing_that_was_acknowledged(tmp_path):
+def test_kills_lose_nothing_that_was_acknowledged(tmp_path):
     path, draw, late = tmp_path / "run", random.Random(0), []
     resumed = acknowledged = 0
-    for i in range(30):
+    for i in range(KILLS):
         said, killed = kill_after(path, draw.uniform(0, 0.9), i)
         db = sqlite3.connect(path / "run.db")
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -91,5 +93,5 @@ def test_thirty_kills_lose_nothing_that_was_acknowledged(tmp_path):
         late.append(killed - min(missing) if missing else 0.0)
         resumed = max((newest(path)["progress"]["iteration"] for _ in kept), default=0) if kept else 0
         run.close()
-    print(f"telemetry missing at the kill: at most {max(late):.3f} s, median {sorted(late)[15]:.3f} s")
-    assert max(late) <= 0.5 and acknowledged > 10
+    print(f"telemetry missing at the kill: at most {max(late):.3f} s, median {sorted(late)[len(late) // 2]:.3f} s")
+    assert max(late) <= 0.5 and acknowledged > KILLS / 3
