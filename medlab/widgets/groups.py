@@ -50,9 +50,6 @@ SHARES = ("val_ssim*", "val_dice*", "val_surface_dice*")  # of validation, from 
 DISTANCES, COUNTS = ("val_*_mm", "val_*_mm_*"), ("val_left_out",)  # of validation, in mm; in cases
 GROUPS = (
     Group("loss", ("loss", "*"), True, (*TELEMETRY, *CLOCK, CLIPPED, "gpu_gb", "val_*", *(f"{p}*" for p in PREFIXES))),
-    Group("loss by domain", ("domain/*",), True),
-    Group("features", ("features/*",)),
-    Group("teacher", ("teacher/*",), True),
     Group("validation", ("val_*",), without=(*SHARES, *DISTANCES, *COUNTS)),
     Group("validation, from 0 to 1", SHARES),
     Group("validation, mm", DISTANCES),
@@ -62,6 +59,9 @@ GROUPS = (
     Group("loss scale", ("scale",), True, ticks="skipped"),
     Group("throughput", ("samples_per_s",)),
     Group("memory, GB", ("mem_gb", "gpu_gb")),
+    Group("loss by domain", ("domain/*",), True),
+    Group("features", ("features/*",)),
+    Group("teacher", ("teacher/*",), True),
 )
 
 # %% ../../nbs/widgets/02_groups.ipynb #8db71174
