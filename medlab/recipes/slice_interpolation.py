@@ -99,7 +99,7 @@ class SliceInterpolation(Recipe):
     tiny = dict(image_size=(40, 16, 16), channels=(16, 32), num_res_blocks=1, attention=(False, False), heads=1,
         norm_groups=16, phantoms=6)  # for --debug
     sizes = dict(small=dict(image_size=(40, 32, 32), channels=(32, 64), num_res_blocks=2,
-        attention=(False, False), heads=1, norm_groups=16, batch_size=8, prediction="sample"), base={})
+        attention=(False, False), heads=1, norm_groups=16, batch_size=8), base={})
     least = Recipe.least | dict(factor=2, components=1, num_res_blocks=1, norm_groups=1, heads=1, phantoms=1, limit=0,
         val=0.0, test=0.0, encode_chunk=0, decode_chunk=0)
 
