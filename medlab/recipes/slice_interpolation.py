@@ -412,7 +412,7 @@ def bind_losses(self:SliceInterpolation, system:System):
 ANSWERS = ("mean", "sample")
 OVERLAP = 0.25  # of neighbouring windows where none is named, share of their side
 GROWTH = 2  # times the sides of the trained window that those of prediction have at most
-START = 0.4  # where a sample begins, see `Wanted`
+START = 0.3  # where a sample begins, see `Wanted`
 
 
 @dataclass
