@@ -23,3 +23,15 @@ def export(self:Run,
     where there is no checkpoint, or the folder is taken."""
     from medlab.export.folder import export_run
     return export_run(self.path, out, form, weights, step, overwrite)
+
+# %% ../../nbs/export/10_run.ipynb #5af83c31
+@patch
+def encoder(self:Run,
+    best:bool=False,  # the weights that validation found best; False: the newest
+    device="cpu",  # torch device
+):  # `torch.nn.Module` in evaluation mode, without gradients: (b, 1, z, y, x) → (b, tokens, dim)
+    """The encoder that a run has learned, the average of its weights. Raises `UserError` where there is no checkpoint,
+    or a run of this recipe has no encoder."""
+    from medlab.export.encoder import trained_encoder
+    return trained_encoder(self.path, best, device).model.encoder.requires_grad_(False)
+
