@@ -13,6 +13,7 @@ from medlab.contracts.system import Average
 from medlab.core import UserError
 from medlab.nets.vjepa import Encoder, take
 from medlab.oct.phantoms import write_oct_phantoms
+from medlab.probes.features import FeatureSet
 from medlab.recipes.vjepa3d import VJEPALosses
 from medlab.run.checkpoint import newest_state
 
@@ -66,6 +67,44 @@ def test_evaluated_with_the_mean_beside_it(scans):
     status, out, err = said("evaluate", scans / "whole", "--csv", scans / "scores.csv")
     assert status == 0, err
     assert {"loss", "mean_loss", "skill", "std", "domain"} <= set((scans / "scores.csv").read_text().splitlines()[0].split(","))
+
+
+def test_features_are_written_and_probed(scans):
+    status, out, err = said("embed", scans / "whole", scans / "data", scans / "features.npz", "--threads", 1)
+    assert status == 0 and "12 scans" in out and "weights of step 24" in out, (out, err)
+    found = FeatureSet.load(scans / "features.npz")
+    assert found.values["mean"].shape == (12, 48) and np.isfinite(found.values["depth"]).all()
+    with torch.no_grad():
+        sample = recipes.VJEPA3D(data_root=str(scans / "data"), **recipes.VJEPA3D.tiny, val=0.2)
+        sample.setup()
+        image = sample.data([found.cases[0]]).loaded(0)
+        tokens = Run(scans / "whole").encoder()(image.image[None] * image.seen[None, None, :, None, None])[0]
+    if bool(image.seen.all()): np.testing.assert_allclose(tokens.mean(0), found.values["mean"][0], atol=1e-5)
+    patients = sorted({*found.patients})
+    held = [p for p in patients if p not in Run(scans / "whole").meta["data"]["trained"]]
+    grade = {p: int(p in held[::2] or p in [q for q in patients if q not in held][::2]) for p in patients}
+    (scans / "labels.csv").write_text("patient,grade\n" + "".join(f"{p},{g}\n" for p, g in grade.items()))
+    status, out, err = said("probe", scans / "whole", "--labels", scans / "labels.csv", "--probes", "knn", "--csv", scans / "probe.csv", "--threads", 1)
+    assert status == 0 and "patients were seen by the encoder" in out and "depth profile" in out, (out, err)
+    assert (scans / "probe.csv").read_text().startswith("features,probe,auroc")
+
+
+@pytest.mark.parametrize("words,message", [
+    (("embed", "whole", "data", "out.csv"), "written as .npz or .parquet"),
+    (("embed", "whole", "nowhere", "out.npz"), "nowhere"),
+    (("embed", "nowhere", "data", "out.npz"), "nowhere"),
+    (("probe", "whole"), "no labels to learn from"),
+    (("probe", "whole", "--labels", "none.csv"), "none.csv"),
+    (("probe", "whole", "--labels", "strangers.csv"), "names must be the same"),
+    (("probe", "whole", "--labels", "labels.csv", "--probes", "linea"), "linear"),
+    (("probe", "whole", "--labels", "labels.csv", "--share", "1.5"), "share=1.5"),
+    (("probe", "whole", "--labels", "labels.csv", "--target", "greade"), "grade"),
+])
+def test_what_cannot_be_embedded_or_probed_is_refused(scans, monkeypatch, words, message):
+    monkeypatch.chdir(scans)
+    (scans / "strangers.csv").write_text("case,label\na,0\nb,1\n")
+    is_mistake(said(*words, "--threads", 1), message)
+    assert not (scans / "out.npz").exists()
 
 
 def test_damaged_files_are_in_the_table_and_training_goes_on(tmp_path):
