@@ -27,6 +27,9 @@ class LearningRateKnobs(HasTraits):
         unit="per step", concern="learning rate")
     weight_decay = Real(0.0, 0, 10, help="decoupled or L2 weight decay, as the optimizer has it").tag(
         off=0.0, concern="learning rate")
+    weight_decay_end = Real(None, 0, 10, allow_none=True, help="weight decay from the horizon on: it goes there from "
+        "weight_decay along half a cosine, without a warm-up; None: it stays as it is").tag(
+        off=None, concern="learning rate")
     schedule = Enum(SCHEDULES, "constant", help="shape of the learning rate over optimizer steps").tag(
         off="constant", concern="learning rate")
     warmup = Int(0, min=0, help="optimizer steps of linear warm-up").tag(unit="steps", off=0, concern="learning rate")
