@@ -566,6 +566,9 @@ def _spoken(lr, momentum, decay, restarts, steps, k):
     if restarts:
         yield ["warning", f"the learning rate restarts {len(restarts)} times, first at step {restarts[0]}; the horizon "
             f"{k.horizon} counts optimizer steps, not epochs; take schedule='cosine' where one fall is meant"]
+    if zero := lr.count(0.0):
+        yield ["warning", f"the learning rate is 0 from step {steps[lr.index(0.0)]} on, and nothing is learned in {zero} "
+            f"of {len(steps)} steps; the horizon {k.horizon} counts optimizer steps, not epochs"]
     if k.teacher_end == 1 and steps[-1] > ends:
         yield ["warning", f"the teacher stands still from step {ends} on, for its momentum is 1; a teacher_horizon "
             f"of {steps[-1] + 1} lets it follow to the end"]
@@ -573,13 +576,13 @@ def _spoken(lr, momentum, decay, restarts, steps, k):
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #cd2d93e1
 @patch
 def plan(self:VJEPA3D,
-    steps:int=None,  # optimizer steps of the run; None: the horizon of the learning rate
+    steps:int=None,  # optimizer steps of the run; None: the rate's horizon, or three with restarts
     taken:int=0,  # optimizer steps taken already, as where a run is resumed
 ) -> SchedulePlan:
     "What the schedules will do; raises `UserError` where no step is left."
     knobs = self.own_knobs()
     k, lr_at, momentum_at, decay_at = knobs.now, LRSchedule(knobs), momentum_of(knobs.now), DecaySchedule(knobs)
-    end = steps or k.horizon
+    end = steps or k.horizon * (3 if k.schedule == "restarts" else 1)
     if not 0 <= taken < end: raise UserError(f"taken={taken} must be ≥ 0 and below the {end} steps of the plan")
     numbers = list(range(taken, end))
     lr, momentum, decay = ([at(n) for n in numbers] for at in (lr_at, momentum_at, decay_at))
