@@ -567,8 +567,8 @@ def _spoken(lr, momentum, decay, restarts, steps, k):
         yield ["warning", f"the learning rate restarts {len(restarts)} times, first at step {restarts[0]}; the horizon "
             f"{k.horizon} counts optimizer steps, not epochs; take schedule='cosine' where one fall is meant"]
     if zero := lr.count(0.0):
-        yield ["warning", f"the learning rate is 0 from step {steps[lr.index(0.0)]} on, and nothing is learned in {zero} "
-            f"of {len(steps)} steps; the horizon {k.horizon} counts optimizer steps, not epochs"]
+        yield ["warning", f"the learning rate is 0 from step {steps[lr.index(0.0)]} on, and nothing is learned in "
+            f"{zero} of {len(steps)} steps; the horizon {k.horizon} counts optimizer steps, not epochs"]
     if k.teacher_end == 1 and steps[-1] > ends:
         yield ["warning", f"the teacher stands still from step {ends} on, for its momentum is 1; a teacher_horizon "
             f"of {steps[-1] + 1} lets it follow to the end"]
