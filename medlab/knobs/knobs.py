@@ -27,6 +27,9 @@ class LearningRateKnobs(HasTraits):
         unit="per step", concern="learning rate")
     weight_decay = Real(0.0, 0, 10, help="decoupled or L2 weight decay, as the optimizer has it").tag(
         off=0.0, concern="learning rate")
+    weight_decay_end = Real(None, 0, 10, allow_none=True, help="weight decay from the horizon on: it goes there from "
+        "weight_decay along half a cosine, without a warm-up; None: it stays as it is").tag(
+        off=None, concern="learning rate")
     schedule = Enum(SCHEDULES, "constant", help="shape of the learning rate over optimizer steps").tag(
         off="constant", concern="learning rate")
     warmup = Int(0, min=0, help="optimizer steps of linear warm-up").tag(unit="steps", off=0, concern="learning rate")
@@ -152,8 +155,8 @@ class FaultKnobs(HasTraits):
     "When a case, or a gradient of zero, is worth an alarm."
     drop_looks = Int(8, min=0, help="samples with a non-finite loss whose forward pass is made again to name the "
         "module, in 1,000 steps at most").tag(unit="looks", off=0, concern="guards")
-    zero_alarm = Int(20, min=1, allow_none=True, help="steps in a row with a gradient of exactly zero at which the "
-        "alarm is raised").tag(unit="steps", off=None, concern="guards")
+    zero_alarm = Int(20, min=1, allow_none=True, help="steps in a row with a gradient, or a learning rate, of exactly "
+        "zero at which the alarm is raised").tag(unit="steps", off=None, concern="guards")
     case_budget = Int(3, min=1, allow_none=True, help="faults after which a case is left out. A fault counts when a "
         "later step succeeds, so that a network that fails with every case accuses none. A larger number, or None, "
         "takes cases back").tag(

@@ -36,7 +36,7 @@ from ..oct.files import OCTPhantomCase, faults_by_manufacturer, find_oct, inspec
 from ..probes.embed import embed_cases
 from ..probes.heads import knn_probe
 from ..probes.tasks import read_labels
-from ..step.schedule import LRSchedule
+from ..step.schedule import DecaySchedule, LRSchedule
 from .base import Recipe, Table
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #068f2ed8
@@ -562,10 +562,11 @@ def listeners(self:VJEPA3D, losses, record, report) -> list:
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #48c555a2
 @dataclass(repr=False)
 class SchedulePlan:
-    "What learning rate and momentum will be at each optimizer step of a run."
+    "What learning rate, momentum and weight decay will be at each optimizer step of a run."
     steps:list  # numbers of optimizer steps taken before
     lr:list  # of the step that follows
     momentum:list  # of the teacher in it
+    decay:list  # weight decay in it
     restarts:list  # steps at which the rate goes up again after the warm-up
     levels:list  # [level, sentence]: what is to be known
 
@@ -574,24 +575,31 @@ class SchedulePlan:
     __repr__ = __str__
 
     def draw(self,
-        axes,  # two of matplotlib, for the learning rate and for the momentum
+        axes,  # of matplotlib, for the learning rate, the momentum and the weight decay, or the first of these
     ):
-        "Draw both over the steps."
-        for ax, values, name in zip(axes, (self.lr, self.momentum), ("learning rate", "teacher's momentum")):
+        "Draw them over the steps."
+        drawn = {"learning rate": self.lr, "teacher's momentum": self.momentum, "weight decay": self.decay}
+        for ax, (name, values) in zip(axes, drawn.items()):
             ax.plot(self.steps, values)
             ax.set(xlabel="optimizer steps", title=name)
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #a4c72bff
-def _spoken(lr, momentum, restarts, steps, k):
+def _spoken(lr, momentum, decay, restarts, steps, k):
     "[level, sentence] of a plan."
     ends = k.teacher_horizon or k.horizon
     yield ["info", f"learning rate over {len(steps)} optimizer steps: {lr[0]:.3g} at step {steps[0]}, at most "
         f"{max(lr):.3g}, {lr[-1]:.3g} at the end ({k.schedule}, {k.warmup} of warm-up, horizon {k.horizon}), "
         f"{len(restarts)} restarts"]
     yield ["info", f"momentum of the teacher: {momentum[0]:.6g} at step {steps[0]}, {momentum[-1]:.6g} at the end"]
+    way = "constant" if k.weight_decay_end is None else f"{decay[-1]:.3g} at the end, {k.weight_decay_end:g} from " \
+        f"step {k.horizon} on"
+    yield ["info", f"weight decay of matrices: {decay[0]:.3g} at step {steps[0]}, {way}"]
     if restarts:
         yield ["warning", f"the learning rate restarts {len(restarts)} times, first at step {restarts[0]}; the horizon "
             f"{k.horizon} counts optimizer steps, not epochs; take schedule='cosine' where one fall is meant"]
+    if zero := lr.count(0.0):
+        yield ["warning", f"the learning rate is 0 from step {steps[lr.index(0.0)]} on, and nothing is learned in "
+            f"{zero} of {len(steps)} steps; the horizon {k.horizon} counts optimizer steps, not epochs"]
     if k.teacher_end == 1 and steps[-1] > ends:
         yield ["warning", f"the teacher stands still from step {ends} on, for its momentum is 1; a teacher_horizon "
             f"of {steps[-1] + 1} lets it follow to the end"]
@@ -599,18 +607,19 @@ def _spoken(lr, momentum, restarts, steps, k):
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #cd2d93e1
 @patch
 def plan(self:VJEPA3D,
-    steps:int=None,  # optimizer steps of the run; None: the horizon of the learning rate
+    steps:int=None,  # optimizer steps of the run; None: the rate's horizon, or three with restarts
     taken:int=0,  # optimizer steps taken already, as where a run is resumed
 ) -> SchedulePlan:
     "What the schedules will do; raises `UserError` where no step is left."
     knobs = self.own_knobs()
-    k, lr_at, momentum_at = knobs.now, LRSchedule(knobs), momentum_of(knobs.now)
-    end = steps or k.horizon
+    k, lr_at, momentum_at, decay_at = knobs.now, LRSchedule(knobs), momentum_of(knobs.now), DecaySchedule(knobs)
+    end = steps or k.horizon * (3 if k.schedule == "restarts" else 1)
     if not 0 <= taken < end: raise UserError(f"taken={taken} must be ≥ 0 and below the {end} steps of the plan")
     numbers = list(range(taken, end))
-    lr, momentum = [lr_at(n) for n in numbers], [momentum_at(n) for n in numbers]
+    lr, momentum, decay = ([at(n) for n in numbers] for at in (lr_at, momentum_at, decay_at))
     restarts = [n for n, a, b in zip(numbers[1:], lr, lr[1:]) if b > a and n > k.warmup]
-    return SchedulePlan(numbers, lr, momentum, restarts, list(_spoken(lr, momentum, restarts, numbers, k)))
+    levels = list(_spoken(lr, momentum, decay, restarts, numbers, k))
+    return SchedulePlan(numbers, lr, momentum, decay, restarts, levels)
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #2a0fb984
 class TeacherAndStudent(nn.Module):

@@ -61,6 +61,7 @@ def set_lr(self:DeviceDecisions, t):
     self.bad = []  # also of a step that was interrupted
     t.lr, *self.moves = self._look_up()
     for g in self.step.optimizer.param_groups: g["lr"].copy_(t.lr * g.get("lr_scale", 1.0))
+    self.step.set_decay(t, self.step.optimizer_step + sum(p.why is None for p in self.pending))
 
 # %% ../../nbs/step/06_device.ipynb #f427aa8d
 @patch

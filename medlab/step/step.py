@@ -26,6 +26,7 @@ from ..parallel.replicas import OneProcess
 from .dropping import Dropping
 from .ema import EMA, ema_weight
 from .gradients import cause, check_losses, clip_gradients, no_gradient, without_gradient
+from .schedule import DecaySchedule, check_weight_decay, read_weight_decay, set_weight_decay
 from .transaction import Transaction, untouched
 
 # %% ../../nbs/step/05_step.ipynb #37f9cdd4
@@ -67,6 +68,7 @@ class Step:
         self.seed_base = derive_seed(seed, "step") >> 32 << 31
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=init_scale)
         self.ema, self.audited, self.term_names = None, False, ("loss",)
+        self.decay = DecaySchedule(knobs)
         self.optimizer_step, self.consecutive_skips = 0, 0
         self.transaction, self.batch = Transaction(0, phase="after"), StepBatch()
         self.watch()
@@ -195,7 +197,7 @@ def restore_buffers(self:Step, i):
 def _skip_empty(self:Step, t):
     self.optimizer.zero_grad(set_to_none=True)
     self.buffers.restore()
-    t.phase, t.lr, t.why = "after", None, "no good sample was left in the batch"
+    t.phase, t.lr, t.weight_decay, t.why = "after", None, None, "no good sample was left in the batch"
 
 
 @patch
@@ -222,7 +224,7 @@ def booked(self:Step, t) -> StepResult:
     terms = {k: t.sums[k] / t.samples if t.samples else None for k in self.term_names}
     return StepResult(t.iteration, self.optimizer_step, self.consecutive_skips, t.why is not None, terms, t.lr,
         t.grad_norm, t.clip, t.scale, t.samples, t.dropped, tuple(t.notices), t.detached, t.forward_time,
-        t.backward_time, t.update_time, t.ended)
+        t.backward_time, t.update_time, t.ended, weight_decay=t.weight_decay)
 
 
 @patch
@@ -279,7 +281,8 @@ def averaged(self:Step) -> EMA:
 def state_dict(self:Step) -> dict:
     "Counters, loss scaler, averaged weights, and the system's averages."
     return dict(optimizer_step=self.optimizer_step, consecutive_skips=self.consecutive_skips, audited=self.audited,
-        scaler=self.scaler.state_dict(), ema=self.ema.shadow if self.ema else None, system=self.system.state_dict())
+        scaler=self.scaler.state_dict(), ema=self.ema.shadow if self.ema else None, system=self.system.state_dict(),
+        decay=self.decay.state_dict())
 
 
 @patch
@@ -289,17 +292,21 @@ def load_state_dict(self:Step, state):
     self.optimizer_step, self.consecutive_skips = state["optimizer_step"], state["consecutive_skips"]
     self.audited = state["audited"]
     self.scaler.load_state_dict(state["scaler"])
+    self.decay.load_state_dict(state.get("decay"))
     self.ema = None
     if state["ema"]: self.averaged().shadow = {k: v.to(self.device) for k, v in state["ema"].items()}
 
 # %% ../../nbs/step/05_step.ipynb #6759a5e0
 @patch
 def bindings(self:Step) -> dict:
-    "The knobs that this part owns: lr, precision, ema."
+    "The knobs that this part owns: lr, weight_decay and its end, precision, ema."
     shape = "schedule", "horizon", "warmup", "lr_floor"
     rebase, anchor = lambda value, source: self.schedule.rebase(self.optimizer_step), self.schedule.state_dict
+    read, keep, back = lambda: read_weight_decay(self.optimizer), self.decay.state_dict, self.decay.load_state_dict
     return dict(
         lr=KnobBinding(rebase, self._read_lr, anchor, self.schedule.load_state_dict, shape, False),
+        weight_decay=KnobBinding(self._ask_decay, read, keep, back, ("weight_decay_end", "horizon")),
+        weight_decay_end=KnobBinding(self._end_decay),
         precision=KnobBinding(read=lambda: self.observed),
         ema=KnobBinding(lambda value, source: self._drop_ema() if value is None else None, at_start=False))
 
@@ -319,6 +326,28 @@ def _drop_ema(self:Step): self.ema = None
 def probe(self:Step, on:bool):
     "Note the precision in force from the next forward pass on, or no longer."
     self.probing = on
+
+# %% ../../nbs/step/05_step.ipynb #cb0e7989
+@patch
+def _ask_decay(self:Step, value, source):
+    "Set the weight decay; its schedule begins where somebody asks for it, and not where a run starts or goes on."
+    set_weight_decay(self.optimizer, value)
+    if source != "start": self.decay.rebase(self.optimizer_step)
+
+
+@patch
+def _end_decay(self:Step, value, source):
+    "Without an end, the weight decay is that of the knob again."
+    check_weight_decay(self.optimizer, value)
+    if value is None: set_weight_decay(self.optimizer, self.knobs.weight_decay)
+
+
+@patch
+def set_decay(self:Step, t, taken):
+    "Write the weight decay into the optimizer's groups, where a schedule moves it."
+    if self.knobs.now.weight_decay_end is None: return
+    t.weight_decay = self.decay(taken)
+    set_weight_decay(self.optimizer, t.weight_decay)
 
 # %% ../../nbs/step/05_step.ipynb #8cc61140
 @patch
@@ -357,6 +386,7 @@ class HostDecisions:
             t.notice("external_lr", FOREIGN.format(found=float(first["lr"]), lr=t.lr))
         for g in groups: g["lr"] = t.lr * g.get("lr_scale", 1.0)
         s.given_lr = first["lr"]
+        s.set_decay(t, s.optimizer_step)
 
 # %% ../../nbs/step/05_step.ipynb #25590a1b
 @patch

@@ -25,6 +25,7 @@ class Transaction:
     sums:dict = None  # loss term → sum over the good samples; None: none yet
     detached:bool = False  # whether a loss does not depend on the model
     lr:object = None  # learning rate
+    weight_decay:float = None  # where a schedule moves it
     grad_norm:object = None  # before clipping
     clip:object = None  # factor of the gradient
     scale:object = None  # loss scale

@@ -32,7 +32,8 @@ import stamp  # noqa: E402
 
 ROOT, MINUTES = Path(__file__).resolve().parents[2], 90.0
 # scores and skips, with one thread each
-UNTIMED = {"do_boundary_losses_help", "first_light", "sampling", "segmentation", "why_the_scaler_dies"}
+UNTIMED = {"do_boundary_losses_help", "first_light", "is_it_learning_or_collapsing", "sampling", "segmentation",
+    "the_restart_that_was_a_unit", "why_the_scaler_dies"}
 
 
 class Failed(Exception): "A cell failed; the message names it."

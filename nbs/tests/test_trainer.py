@@ -222,6 +222,47 @@ def test_weight_decay_that_the_optimizer_lacks(make):
     t.fit(2, progress=False)
     assert change.state == "reverted" and "has no weight_decay" in change.reason
 
+    change = t.set(weight_decay_end=0.1)
+    t.fit(1, progress=False)
+    assert change.state == "reverted" and "has no weight_decay" in change.reason and t.knobs.weight_decay_end is None
+
+
+def test_a_weight_decay_with_a_schedule_goes_on_to_the_bit(make):
+    "Over a stop, a kill after the checkpoint, and requests before and after it; where no schedule moves it, nothing is recorded."
+    knobs = dict(lr=1e-2, weight_decay=0.04, weight_decay_end=0.4, horizon=20, save_every=0)
+    bits = lambda t: torch.cat([p.detach().flatten() for p in t.model.parameters()])
+
+    def ask(t): t.set(at=5, weight_decay=0.2); t.set(at=11, weight_decay=0.1)
+
+    whole = make(name="whole", **knobs)
+    ask(whole)
+    whole.fit(16, progress=False)
+    t = make(**knobs)
+    ask(t)
+    t.fit(8, progress=False).close()
+    t = make(resume=True)
+    t.saver.save_end = lambda state: None  # as if it had been killed
+    t.fit(4, progress=False).close()
+    t = make(resume=True).fit(8, progress=False)
+    seen, other = t.run.metrics("weight_decay")["weight_decay"], whole.run.metrics("weight_decay")["weight_decay"]
+    assert torch.equal(bits(t), bits(whole)) and seen.value.tolist() == other.value.tolist() and seen.step.tolist() == list(range(1, 17))
+    assert seen.value[0] == 0.04 and seen.value[4] == 0.2 and seen.value[10] == 0.1 and all(c.verified for c in whole.run.changes())
+    off = whole.set(weight_decay_end=None)
+    whole.fit(2, progress=False)
+    assert off.verified and whole.optimizer.param_groups[0]["weight_decay"] == 0.1 == whole.knobs.weight_decay
+    assert whole.run.metrics("weight_decay")["weight_decay"].step.max() == 16
+    change = whole.set(weight_decay=0.3, weight_decay_end=0.5, norm_eps=1e-3)
+    whole.recipe.read = lambda knob, model, default: 1.0  # so that it is taken back
+    whole.fit(2, progress=False)
+    assert change.state == "reverted" and whole.optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_a_weight_decay_that_is_no_value_is_refused(make):
+    for bad in (-0.1, 11, float("nan"), "much", True):
+        with pytest.raises(UserError, match="weight_decay_end=.* is refused: it must be a finite number in .0, 10. or None .off."): make(name="bad", weight_decay_end=bad)
+    with pytest.raises(UserError, match="LBFGS"): make(Toy(optimizer="LBFGS"), "bad", weight_decay_end=0.1)
+    assert not (make().path.parent / "bad").exists()
+
 
 def test_rubbish_from_another_process(make):
     t = make(Toy(pace=0.01)).start()

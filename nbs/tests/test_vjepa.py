@@ -177,6 +177,17 @@ def test_a_teacher_that_cannot_follow(tmp_path):
     assert (100, "distance") in found, "after the warm-up and twice the 33 steps that it averages over"
 
 
+def test_a_horizon_in_the_wrong_unit(tmp_path):
+    "Eleven epochs of nine steps, given as a horizon of steps: told at the start where there are restarts, alarmed where nothing is learned any more."
+    restarts, _ = trained(tmp_path / "restarts", steps=1, schedule="restarts", horizon=11)
+    warned = [e.text for e in restarts.events("data") if e.level == "warning"]
+    assert any("the learning rate restarts 2 times, first at step 21; the horizon 11 counts optimizer steps, not epochs" in t for t in warned)
+    early, alarms = trained(tmp_path / "early", steps=60, horizon=20, teacher_horizon=400)
+    assert [(e.step, e.level) for e in early.events("zero_lr")] == [(40, "error")], "twenty steps with a rate of zero"
+    clean, _ = trained(tmp_path / "clean", steps=30, horizon=30)
+    assert not clean.events("zero_lr") and not [e for e in clean.events("data") if "restarts 2" in e.text]
+
+
 def test_a_validation_loss_of_zero_is_no_score(tmp_path, monkeypatch):
     from medlab.recipes import vjepa3d
     zero = lambda *args, **kw: dict(loss=torch.zeros(1))
