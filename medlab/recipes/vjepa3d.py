@@ -317,6 +317,17 @@ def _refuse_one_patient(recipe, cases):
         "nothing would show whether features serve others: add patients, or set val=0 and test=0; a list names "
         "patients where files do not")
 
+
+def _refuse_shared_patients(split, patients):
+    "Raise for a split whose held-out scans are of patients that are trained on."
+    trained = {patients[n] for n in split.train}
+    shared = [n for n in (*split.val, *split.test) if patients[n] in trained]
+    if not shared: return
+    held = len(split.val) + len(split.test)
+    raise UserError(f"{len(shared)} of {held} held-out scans are of patients that are "
+        f"trained on ({shared[0]!r} of {patients[shared[0]]!r}): the split is by file, and its scores would say nothing "
+        "of others; split by patient, both eyes together, as setup() does where it is given no split")
+
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #b72a5feb
 @patch
 def setup(self:VJEPA3D,
@@ -330,6 +341,7 @@ def setup(self:VJEPA3D,
         _refuse_one_patient(self, cases)
         split = split_oct(cases, self.seed, val=self.val, test=self.test)
     info = self.divide(patients, split, group=lambda n: patients.get(n, n))
+    _refuse_shared_patients(self.split, patients)
     self.domains = tuple(sorted({self.cases[n].manufacturer for n in self.split.train}))
     notes = [["info", self._about_domains()], *self.plan().levels]
     if bad: notes.append(["warning", f"volumes by manufacturer:\n{table}"])
