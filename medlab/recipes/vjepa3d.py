@@ -325,8 +325,8 @@ def _refuse_shared_patients(split, patients):
     if not shared: return
     held = len(split.val) + len(split.test)
     raise UserError(f"{len(shared)} of {held} held-out scans are of patients that are "
-        f"trained on ({shared[0]!r} of {patients[shared[0]]!r}): the split is by file, and its scores would say nothing "
-        "of others; split by patient, both eyes together, as setup() does where it is given no split")
+        f"trained on ({shared[0]!r} of {patients[shared[0]]!r}): the split is by file, and its scores would say "
+        "nothing of others; split by patient, both eyes together, as setup() does where it is given no split")
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #b72a5feb
 @patch
