@@ -119,6 +119,12 @@ def _values(fields):
     return ", ".join(f"{k}={v}".replace(" ", "") for k, v in fields.items())
 
 # %% ../../nbs/cli/00_options.ipynb #c14c612b
+def _begun_with(cls):
+    "Knobs that a new run of a recipe with its default fields begins with; none of one that has fields to be given."
+    try: return cls().initial_knobs()
+    except (TypeError, UserError): return {}  # said where the recipe is built: here it would only be a help text
+
+
 def train_parser(
     cls:type,  # a recipe
     check:bool=False,  # for `medlab check`, which takes the data as a word of its own
@@ -138,8 +144,9 @@ def train_parser(
         if name in taken:
             raise UserError(f"{cls.__name__}.{name}: the command has an option --{name}; rename the field")
         p.add_argument("--" + name, type=option_type(hints[name]), help=texts.get(name, "of the recipe"))
+    begun = _begun_with(cls)
     for name, trait in cls.Knobs.class_traits().items():
-        text = f"{trait.help}; {rule(trait)} (default {trait.default_value})".replace("%", "%%")
+        text = f"{trait.help}; {rule(trait)} (default {begun.get(name, trait.default_value)})".replace("%", "%%")
         p.add_argument("--" + name, type=str, help=text)
     return p
 

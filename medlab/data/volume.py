@@ -299,6 +299,10 @@ def _write_whole(path, raw):
         with contextlib.suppress(OSError): part.unlink()
 
 # %% ../../nbs/data/00_volume.ipynb #4c63d31b
+@patch(as_prop=True)
+def description(self:Volume) -> str: "What its file says of it beside the program's name; empty: nothing."; return ""
+
+
 def _nifti(volume, path, dtype):
     "nibabel's image of a volume on its file's own grid."
     data, affine, raw = _to_grid(volume)
@@ -308,7 +312,7 @@ def _nifti(volume, path, dtype):
         raise UserError(f"{path}: NIfTI cannot store {dtype}; use float32 or an integer type") from e
     image.header.set_slope_inter(1, 0)
     image.header["cal_min"] = image.header["cal_max"] = 0
-    image.header["descrip"] = b"medlab"
+    image.header["descrip"] = f"medlab: {volume.description}".removesuffix(": ").encode("ascii", "replace")[:79]
     if not raw: image.header.set_xyzt_units("mm")
     return image
 

@@ -9,6 +9,7 @@ __all__ = ['MEAN', 'CODECS', 'PLANE', 'PREDICTIONS', 'STREAMING', 'MOST', 'ANSWE
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #c07901d2
 import math
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,6 +89,7 @@ class SliceInterpolation(Recipe):
     prediction: str = "v_prediction"  # what the output is: "v_prediction", "epsilon" or "sample"
     latents: str = ""  # folder of the latents; "": medlab/latents in the user's cache
     latents_gb: float = 50.0  # of all latents in that folder, GB, > 0
+    hu: bool = True  # refuse what is no CT, or holds no HU; False: take the values as they are
     val: float = 0.15  # share of the patients held out for validation
     test: float = 0.15  # share of the patients held out for the end
     limit: int = 0  # use only the first so many cases; 0: all
@@ -201,7 +203,8 @@ def _remember_codec(self:SliceInterpolation, stored):
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #44e27d6e
 @patch
 def _profile(self:SliceInterpolation):
-    return dict(factor=self.factor, profile=self.slice_profile, thickness=self.thickness)
+    told = dict(factor=self.factor, profile=self.slice_profile, thickness=self.thickness)
+    return told if self.hu else told | dict(hu=False)
 
 
 @patch
@@ -540,6 +543,9 @@ class ThinVolume(Volume):
     form:str = "nifti"  # how it is written: "nifti", or "dicom", a folder of slices
     source:object = None  # where the thick slices were read; None: nowhere
 
+    @property
+    def description(self) -> str: "What its file says of it."; return f"synthetic {self.name}"
+
 
 FORMS = ("nifti", "dicom")
 SliceInterpolation.predict_options = dict(
@@ -565,10 +571,14 @@ def predict(self:SliceInterpolation,
     form:str="nifti",  # one of `FORMS`
     **options,  # of `Wanted`
 ) -> ThinVolume:  # HU, `factor` slices for each thick one
-    "Thin slices of a case; of one that has thin ones, from its thick ones all the same."
+    "Thin slices of a case from its thick ones, also where it has thin ones; warns where it has thin ones alone."
     if form not in FORMS: raise UnknownName("form", form, FORMS)
     wanted, case = Wanted(**options), self.case(case)
     loaded = self.load(case, for_prediction=True)
+    if case.files and "thick" not in case.files:
+        thin = loaded.spacing[0]
+        warnings.warn(f"{case.name} holds thin slices alone ({thin:g} mm): thick ones of {self.factor * thin:g} mm "
+            "were averaged from them, and the answer is made of these", stacklevel=2)
     made, spread = self.thin_slices(model, self._coded(model, loaded), wanted, consistent)
     name = f"thin-{wanted.answer}" + f"-of-{wanted.samples}" * (wanted.samples > 1)
     place = lambda data, name: replace(loaded.like, data=data.numpy(), name=name, notes=loaded.notes)
