@@ -216,4 +216,4 @@ def test_a_real_thick_series_is_predicted_in_its_place(trained, tmp_path):
     made = nib.load(tmp_path / "thin.nii.gz")
     corner = made.affine @ [0, 0, 2, 1]  # the middle one of the five slices of the first thick one
     assert made.shape == (64, 64, 80) and np.abs(corner[:3] - (thick.affine @ [200, 200, 0, 1])[:3]).max() < 1e-3
-    assert json.dumps(made.header["descrip"].item().decode()) == '"medlab"'
+    assert json.dumps(made.header["descrip"].item().decode()) == '"medlab: synthetic thin-mean"'
