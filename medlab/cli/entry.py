@@ -17,11 +17,14 @@ TRAIN = ("--config", "--run", "--recipe", "--resume", "--steps", "--device", "--
 WORDS = dict(  # command → (what its words are, its options)
     train=(("recipe",), TRAIN), check=(("data",), (*TRAIN, "--check-minutes")),
     predict=(("run", "input", "output"), ("--recipe", "--best", "--device")),
-    evaluate=(("run", "data"), ("--cases", "--best", "--csv", "--recipe", "--device")),
+    evaluate=(("run", "data"), ("--cases", "--best", "--beside", "--csv", "--recipe", "--device")),
+    embed=(("run", "data", "output"), ("--best", "--tokens", "--student", "--recipe", "--device")),
+    probe=(("run", "data"), ("--labels", "--target", "--probes", "--share", "--seed", "--best", "--csv", "--recipe",
+        "--device")),
     export=(("run", "out"), ("--form", "--weights", "--step", "--overwrite", "--recipe")),
     runs=(("folder",), ()), demo=(("folder",), ("--steps", "--image", "--threads")), lab=(("folder",), ()),
     selftest=(("folder",), ("--minutes", "--device", "--json")))
-FLAGS = ("--best", "--overwrite", "--debug", "--use-wandb")  # options without a value
+FLAGS = ("--best", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student")  # options without a value
 CHOICES = {"--form": ("safetensors", "program", "bundle"), "--weights": ("auto", "ema", "raw"),
     "--size": ("small", "base")}
 
@@ -48,7 +51,7 @@ def recipe_names(prefix:str="", **kw) -> list:
 # %% ../../nbs/cli/10_entry.ipynb #9c463942
 def completion_parser() -> argparse.ArgumentParser:
     "The commands with what completes each of their words."
-    completers = {"recipe": recipe_names, "--recipe": recipe_names, "run": run_folders, "--resume": run_folders}
+    completers = {"recipe": recipe_names, "--recipe": recipe_names, "run": run_folders, "--resume": run_folders, "--beside": run_folders}
     p = argparse.ArgumentParser(prog="medlab")
     sub = p.add_subparsers()
     for command, (words, options) in WORDS.items():
