@@ -51,7 +51,8 @@ def recipe_names(prefix:str="", **kw) -> list:
 # %% ../../nbs/cli/10_entry.ipynb #9c463942
 def completion_parser() -> argparse.ArgumentParser:
     "The commands with what completes each of their words."
-    completers = {"recipe": recipe_names, "--recipe": recipe_names, "run": run_folders, "--resume": run_folders, "--beside": run_folders}
+    completers = dict.fromkeys(("run", "--resume", "--beside"), run_folders) | dict.fromkeys(("recipe", "--recipe"),
+        recipe_names)
     p = argparse.ArgumentParser(prog="medlab")
     sub = p.add_subparsers()
     for command, (words, options) in WORDS.items():
