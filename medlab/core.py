@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['MANY', 'UserError', 'UnknownName', 'RunFailed', 'nearest', 'own_line', 'place_of', 'add_note', 'with_own_line',
-           'CaseFault', 'derive_seed', 'generator', 'optional', 'why_unwritable', 'line_of', 'at_line', 'places_of',
-           'strict', 'explained']
+           'CaseFault', 'derive_seed', 'generator', 'seeded', 'optional', 'why_unwritable', 'line_of', 'at_line',
+           'places_of', 'strict', 'explained']
 
 # %% ../nbs/00_core.ipynb #c34a6728
 import ast
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -168,6 +169,17 @@ def generator(
 ) -> torch.Generator:  # on the CPU, so that its numbers do not depend on the device
     "A torch generator for one place of one run."
     return torch.Generator().manual_seed(derive_seed(seed, *path))
+
+# %% ../nbs/00_core.ipynb #b8e04e93
+@contextlib.contextmanager
+def seeded(
+    seed:int,  # see `derive_seed`
+):
+    "Within it torch's global generator begins with a seed; afterwards that of the CPU goes on where it was."
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
 
 # %% ../nbs/00_core.ipynb #43f40725
 def optional(

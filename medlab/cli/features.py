@@ -12,7 +12,6 @@ import numpy as np
 
 from ..core import UnknownName, UserError
 from ..export.encoder import Trained, trained_encoder
-from ..oct.files import find_oct
 from ..probes.features import PROBES, auroc_gain, judge
 from ..probes.tasks import probe_task
 from ..recipes.base import Table
@@ -22,12 +21,11 @@ from ..run.directory import Run
 def scans_of(
     trained:Trained,
     data=None,  # file, folder or list of scans; None: those of the run
-    limit:int=None,  # take only the first so many; None: all
 ) -> list:  # of cases
     "The scans that are asked about; raises `UserError` where there is none."
     recipe = trained.recipe
-    if data is None and not recipe.data_root: return recipe.phantom_cases()[:limit]
-    return find_oct(data or recipe.data_root)[:limit]
+    if data is None and not recipe.data_root: return recipe.phantom_cases()
+    return recipe.cases_at(data or recipe.data_root)
 
 # %% ../../nbs/cli/07_features.ipynb #31d9fe11
 def _say_left_out(out):
@@ -66,27 +64,21 @@ def seen_patients(
 
 
 def _sets(found):
-    "(name in the table, features) of what is compared, best without network last."
-    v = found.values
-    for who in ("trained", "random"):
-        yield f"{who}: mean", v[f"{who} mean"]
-        yield f"{who}: mean, spread", np.concatenate([v[f"{who} mean"], v[f"{who} std"]], 1)
-        yield f"{who}: depth", v[f"{who} depth"]
-    for k in ("stored greys", "greys", "depth profile"): yield k, v[k]
+    "(name in the table, features, whether they are tokens) of what is compared, first what has no tokens."
+    v, encoders = found.values, ("trained", "random")
+    for who in encoders:
+        yield f"{who}: mean", v[f"{who} mean"], False
+        yield f"{who}: mean, spread", np.concatenate([v[f"{who} mean"], v[f"{who} std"]], 1), False
+        yield f"{who}: depth", v[f"{who} depth"], False
+    for k in ("stored greys", "greys", "depth profile"): yield k, v[k], False
+    for who in encoders:
+        if f"{who} tokens" in v: yield f"{who}: tokens", v[f"{who} tokens"], True
 
 # %% ../../nbs/cli/07_features.ipynb #193f4591
-def _judged(found, task, at, kinds, seed, repeats):
-    "(features, probe) → `Judged`."
-    made = {}
-    for name, x in _sets(found):
-        for kind in kinds:
-            if kind != "attentive": made[name, kind] = judge(task, x[at], kind, name, seed, kind == "linear", repeats)
-    if "attentive" in kinds:
-        for who in ("trained", "random"):
-            name = f"{who}: tokens"
-            x = found.values[f"{who} tokens"][at]
-            made[name, "attentive"] = judge(task, x, "attentive", name, seed, False, repeats)
-    return made
+def _judged(found, task, kinds, seed, repeats):
+    "(features, probe) → `Judged`; only attention takes tokens, and it takes nothing else."
+    return {(name, kind): judge(task, x, kind, name, seed, kind == "linear", repeats)
+        for name, x, tokens in _sets(found) for kind in kinds if (kind == "attentive") == tokens}
 
 
 def _gains(task, made, repeats):
@@ -122,14 +114,13 @@ def probe_run(
     if not known: raise UserError("there are no labels to learn from; name a CSV with --labels, with the columns case "
         "(or patient) and label; of phantoms, lesion or texture")
     seen, note = seen_patients(t, run, cases)
-    whose = lambda cases: ([getattr(c, k) for c in cases] for k in ("name", "patient", "manufacturer"))
-    probe_task(*whose(cases), known, seen, share, seed)  # what cannot be judged is refused before anything is computed
+    whose = ([getattr(c, k) for c in cases] for k in ("name", "patient", "manufacturer"))
+    probe_task(*whose, known, seen, share, seed)  # what cannot be judged is refused before anything is computed
     encoders = dict(trained=t.model.encoder, random=t.recipe.fresh_encoder().to(next(t.model.parameters()).device))
     known_cases = [c for c in cases if c.name in known]
     found, out = t.recipe.embed(encoders, known_cases, tokens="attentive" in probes, plain=True)
     _say_left_out(out)
     task = probe_task(found.cases, found.patients, found.domains, known, seen, share, seed)
-    at = [found.cases.index(n) for n in task.cases]
-    made = _judged(found, task, at, probes, seed, repeats)
+    made = _judged(found, task, probes, seed, repeats)  # every case found is known: the task has them in their order
     notes = [f"the encoder is that of step {t.step}", *str(task).splitlines(), *[note] * bool(note)]
     return Table([m.row for m in made.values()], "\n".join([*notes, *_gains(task, made, repeats)]))

@@ -82,18 +82,18 @@ def depth_profile(
 # %% ../../nbs/jepa/03_embedding.ipynb #b231eac7
 def token_places(
     window:Window,
+    valid:Tensor,  # (tokens,) bool, of `token_mask`
     patch,  # (z, y, x) voxels
     rows:int,  # of the volume, voxels along y
 ) -> tuple:  # (tokens,) share of measured frames, 0 where padded; (tokens,) height of the middle, in (0, 1)
     "How much each token of a window counts, and where along the depth it lies."
     grid = token_grid(window.image.shape[1:], patch)
-    valid = token_mask([window.size], patch, grid)[0].view(grid)
     frames = torch.nn.functional.pad(window.seen.float(), (0, grid[0] * patch[0] - len(window.seen)))
     last = (torch.arange(grid[0] * patch[0]) < window.size[0]).float().view(grid[0], -1).sum(1).clamp_min(1)
     share = frames.view(grid[0], -1).sum(1) / last
     top = torch.arange(grid[1]) * patch[1]
     middle = (top + torch.minimum(top + patch[1], torch.tensor(window.size[1]))) / 2 + window.start[1]
-    weight, height = share[:, None, None] * valid, (middle / rows)[None, :, None].expand(grid)
+    weight, height = share[:, None, None] * valid.view(grid), (middle / rows)[None, :, None].expand(grid)
     return weight.flatten().numpy(), height.flatten().numpy()
 
 # %% ../../nbs/jepa/03_embedding.ipynb #c7ce9203
@@ -109,22 +109,19 @@ def embed_volume(
 ) -> Embedding:
     "Features of a volume; raises `CaseFault` where none of its frames holds anything, or it is smaller than a patch."
     patch, device = encoder.patch_embed.patch, next(encoder.parameters()).device
-    made, weights, heights, kept = [], [], [], []
-    try: windows = [w for w in volume_windows(image, seen, size) if token_grid(w.size, patch)]
+    grid, made, weights, heights, middle = token_grid(size, patch), [], [], [], None
+    try: windows = [(w, token_mask([w.size], patch, grid)) for w in volume_windows(image, seen, size)]
     except UserError as e: raise CaseFault(name, str(e)) from e
     if not windows: raise CaseFault(name, "none of its frames holds anything")
-    for w in windows:
-        valid = token_mask([w.size], patch, token_grid(size, patch))
+    for i, (w, valid) in enumerate(windows):
         out = encoder(w.image[None].to(device), valid=valid)[0].float().cpu().numpy()
-        weight, height = token_places(w, patch, image.shape[2])
+        weight, height = token_places(w, valid[0], patch, image.shape[2])
         made.append(out[weight > 0])
         weights.append(weight[weight > 0])
         heights.append(height[weight > 0])
-        kept.append(out if tokens else None)
+        if tokens and i == len(windows) // 2: middle = out.astype(np.float16)
     x, weight = np.concatenate(made), np.concatenate(weights)
     mean = np.average(x, 0, weight)
     std = np.sqrt(np.average((x - mean) ** 2, 0, weight))
-    profile = depth_profile(x, np.concatenate(heights), weight, rows or token_grid(size, patch)[1])
-    middle = kept[len(kept) // 2]
-    middle = None if middle is None else middle.astype(np.float16)
+    profile = depth_profile(x, np.concatenate(heights), weight, rows or grid[1])
     return Embedding(mean.astype(np.float32), std.astype(np.float32), profile, middle)

@@ -8,7 +8,7 @@ __all__ = ['BALANCES', 'STANDARDS', 'split_oct', 'domain_places', 'place_cases',
 
 # %% ../../nbs/oct/03_domains.ipynb #58d9eea7
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -79,7 +79,7 @@ STANDARDS = ("z", "range", "none")
 @dataclass
 class LoadedOCT:
     "A scan ready to be cut."
-    image:torch.Tensor  # (1, z, y, x) float32, standardized
+    image:torch.Tensor  # (1, z, y, x) float32
     seen:torch.Tensor  # (z,) bool: frames that hold something
     spacing:tuple  # (z, y, x) mm; NaN: unknown
     name:str
@@ -122,6 +122,16 @@ def _standardized(image, seen, standard):
     if not scale > 0: raise UserError("is constant where it holds something")
     return (image - low) / scale - float(standard == "range")
 
+
+@patch
+def standardized(self:LoadedOCT,
+    standard:str,  # see `load_oct`; the greys are those that are stored
+) -> LoadedOCT:
+    "The scan with its greys in another scale; raises `CaseFault` where it is constant, `UnknownName`."
+    if standard not in STANDARDS: raise UnknownName("standard", standard, STANDARDS)
+    try: return replace(self, image=_standardized(self.image, self.seen, standard))
+    except UserError as e: raise CaseFault(self.name, str(e)) from e
+
 # %% ../../nbs/oct/03_domains.ipynb #15d04895
 def load_oct(
     case,  # with name, patient, manufacturer, eye and read
@@ -137,11 +147,12 @@ def load_oct(
         size, notes = _new_size(scan, spacing, unknown)
         image, seen = _resized(torch.from_numpy(scan.data)[None], size), torch.from_numpy(scan.seen)
         at = ((torch.arange(size[0]) + 0.5) * len(seen) / size[0]).long()
-        image = _standardized(image, seen[at], standard)
     except CaseFault: raise
     except UserError as e: raise CaseFault(case.name, str(e)) from e
     now = tuple(float(s * n / m) for s, n, m in zip(scan.spacing, scan.data.shape, size))
-    return LoadedOCT(image, seen[at], now, case.name, case.manufacturer, case.patient, case.eye, (*scan.notes, *notes))
+    notes = (*scan.notes, *notes)
+    got = LoadedOCT(image, seen[at], now, case.name, case.manufacturer, case.patient, case.eye, notes)
+    return got.standardized(standard)
 
 # %% ../../nbs/oct/03_domains.ipynb #7174f601
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from .features import FeatureSet, grey_features, profile_features
 POOLS = ("mean", "std", "depth")
 
 
-def _of_scan(case, encoders, size, tokens, plain, settings):
+def _of_scan(case, encoders, size, tokens, plain, standard, settings):
     "name → features of a scan; raises `CaseFault`."
-    got, found = load_oct(case, **settings), {}
+    stored = load_oct(case, **settings, standard="none")
+    got, found = stored.standardized(standard), {}
     for name, encoder in encoders.items():
         e = embed_volume(encoder, got.image, got.seen, size, tokens=tokens, name=case.name)
         found |= {f"{name} {k}".strip(): getattr(e, k) for k in (*POOLS, *["tokens"] * tokens)}
     if not plain: return found
-    stored = load_oct(case, **settings | dict(standard="none"))
     greys = {k: grey_features(v.image, v.seen) for k, v in (("stored greys", stored), ("greys", got))}
     return found | greys | {"depth profile": profile_features(got.image, got.seen)}
 
@@ -37,12 +37,13 @@ def embed_cases(
     tokens:bool=False,  # keep the tokens of the window in the middle, too
     plain:bool=False,  # also what needs no network: greys, as stored and standardized, and their depth profile
     progress:bool=None,  # a bar on stderr; None: on a terminal
-    **settings,  # spacing, standard and unknown, see `load_oct`
+    standard:str="z",  # see `load_oct`
+    **settings,  # spacing and unknown, see `load_oct`
 ) -> tuple:  # (`FeatureSet`, [(name, reason), …] of the cases that are left out)
     "Features of scans; raises `UserError` where none can be read."
     kept, made, out = [], [], []
     for case in tqdm(cases, unit="scan", disable=None if progress is None else not progress, leave=False):
-        try: made.append(_of_scan(case, encoders, size, tokens, plain, settings))
+        try: made.append(_of_scan(case, encoders, size, tokens, plain, standard, settings))
         except CaseFault as e: out.append((case.name, e.reason))
         else: kept.append(case)
     if not kept: raise UserError("no scan could be read" + "".join(f"; {n}: {why}" for n, why in out[:5]))

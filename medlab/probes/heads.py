@@ -20,7 +20,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from ..core import UserError, generator
+from ..core import UserError, generator, seeded
 from .scores import macro_auroc
 
 # %% ../../nbs/probes/02_heads.ipynb #ca922774
@@ -178,9 +178,7 @@ def attentive_probe(
     mean, std = x.mean((0, 1)), x.std((0, 1)) + 1e-6
     standard = lambda v: torch.from_numpy((np.asarray(v, np.float32) - mean) / std)
     x, labels, held = standard(x), torch.as_tensor(np.asarray(labels)), _held_patients(list(patients), seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        net = AttentivePool(x.shape[2], classes)
+    with seeded(seed): net = AttentivePool(x.shape[2], classes)
     optimizer, g = torch.optim.AdamW(net.parameters(), lr, weight_decay=weight_decay), generator(seed, "order")
     best, kept, at = math.inf, None, 0
     for epoch in range(epochs):
@@ -222,9 +220,7 @@ def dense_probe(
     x, labels = checked_features(x, len(labels)), torch.as_tensor(np.asarray(labels))
     mean, std, voxels = x.mean((0, 1)), x.std((0, 1)) + 1e-6, labels.shape[2]
     standard = lambda v: torch.from_numpy((np.asarray(v, np.float32) - mean) / std)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        head = nn.Linear(x.shape[2], voxels * classes)
+    with seeded(seed): head = nn.Linear(x.shape[2], voxels * classes)
     optimizer, g, x = torch.optim.AdamW(head.parameters(), lr), generator(seed, "dense"), standard(x)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):

@@ -111,7 +111,7 @@ def _refuse_task(classes, train, test, seen):
         raise UserError("nobody is left to judge the probe by: " + ("the encoder was trained on every patient that has "
             "a label; embed other data, or train with val or test above 0" if seen else
             "each class has one patient only; add patients"))
-    if len({*train.tolist()}) < 2 or not len(train):
+    if len(train) < 2:
         raise UserError("fewer than two cases are left for the probe to learn from; add patients")
 
 

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from traitlets import Int
 
-from ..core import CaseFault, UnknownName, UserError, derive_seed, generator, strict
+from ..core import CaseFault, UnknownName, UserError, derive_seed, generator, seeded, strict
 from ..batches.loading import collate
 from ..contracts.batch import Batch
 from ..contracts.system import Average, System
@@ -680,9 +680,7 @@ def score(self:VJEPA3D,
 @patch
 def fresh_encoder(self:VJEPA3D) -> Encoder:
     "An encoder with the random weights that a run of this seed begins with, in evaluation mode."
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(self.seed, "model"))
-        return self.network().encoder.eval()
+    with seeded(derive_seed(self.seed, "model")): return self.network().encoder.eval()
 
 
 @patch
@@ -729,7 +727,8 @@ def evaluate(self:VJEPA3D,
     "Scores of held-out volumes, and where labels are known what their neighbours say."
     table = Recipe.evaluate(self, model, cases, **options)
     votes = self.vote(model.encoder, [r["case"] for r in table.rows]) if self.labels else {}
-    for r in table.rows: r |= {"knn": votes[r["case"]]} if r["case"] in votes else {}
+    for r in table.rows:
+        if r["case"] in votes: r["knn"] = votes[r["case"]]
     return table
 
 

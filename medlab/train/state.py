@@ -20,7 +20,7 @@ from torch import nn
 
 import medlab
 from ..contracts.system import System
-from ..core import UnknownName, UserError, derive_seed
+from ..core import UnknownName, UserError, derive_seed, seeded
 from ..knobs.knobs import Knobs
 from ..memory.usage import usable_device
 from ..numerics.tf32 import read_tf32, set_tf32
@@ -48,9 +48,7 @@ def build_system(
     device:torch.device,
 ) -> System:
     "The networks of a recipe, on the device."
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(recipe.seed, "model"))
-        return recipe.build_system().to(device)
+    with seeded(derive_seed(recipe.seed, "model")): return recipe.build_system().to(device)
 
 # %% ../../nbs/train/03_state.ipynb #6b7e7b75
 def build_optimizer(

@@ -329,7 +329,8 @@ def test_a_storm_and_a_run_of_an_earlier_version(notebook):
     nb.command("notebook:run-cell")
     nb.until("() => /earlier version/.test(document.querySelector('.mp-note')?.textContent)")
     root(nb).locator(".mp-section[aria-label=Knobs] .mp-row").first.wait_for(state="visible")  # what is not rendered yet has no lines
-    assert [t.replace("\n", "") for t in root(nb).locator(".mp-section[aria-label=Knobs] .mp-row").all_inner_texts()] == ["lr1e-3"] and root(nb).locator("[role=switch]").count() == 0
+    nb.until("() => document.querySelector('.mp-section[aria-label=Knobs] .mp-row').innerText.includes('\\n')")
+    assert root(nb).locator(".mp-section[aria-label=Knobs] .mp-row").all_inner_texts() == ["lr\n1e-3"] and root(nb).locator("[role=switch]").count() == 0
     shot(nb, "old.png")
     assert not nb.errors
 
