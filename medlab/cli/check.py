@@ -66,7 +66,8 @@ def try_score(
     if seconds > CHEAP: return [f"no case was scored here, since a forward pass takes {seconds:.2g} s"]
     start = time.perf_counter()
     with torch.random.fork_rng(devices=[]): table = trainer.evaluate(1)
-    found = ", ".join(f"{k} {v:.4g}" for k, v in table.metrics.items())
+    first, more = list(table.metrics.items())[:8], max(0, len(table.metrics) - 8)
+    found = ", ".join(f"{k} {v:.4g}" for k, v in first) + f" and {more} more" * bool(more)
     return [f"one case scored in {time.perf_counter() - start:.2g} s before training: {found}"]
 
 # %% ../../nbs/cli/05_check.ipynb #6ceec0bd

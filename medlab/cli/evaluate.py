@@ -138,6 +138,7 @@ def evaluate_run(
     "Score cases with what a run has learned. Raises `UserError` where it has no checkpoint, or no case can be scored."
     if cases is not None and cases < 1: raise UserError(f"cases={cases} must be at least 1")
     recipe, model, step = load_model(run, device, best, cls)
+    recipe.check_options(**options)
     other = _beside(run, beside, type(recipe), device, best) if beside else None
     recipe, names, faults = _set_up(run, data, recipe, Run(run).meta["data"])
     table = _score(recipe, model, names[:cases] if names else cases, options)

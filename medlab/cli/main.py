@@ -368,6 +368,7 @@ def predict(
     cases = recipe.cases_at(a.input)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:
         raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
+    recipe.check_options(**own)
     recipe.check_output(a.output, cases)
     with cpu_threads(a.threads): failed = _predict_all(recipe, model, step, cases, a.output, own)
     if failed and len(cases) > 1:

@@ -152,11 +152,11 @@ def constant_tiles(
 EVERY = 10.0  # s between lines
 
 
-def _bar(total):
+def _bar(total, what):
     "A bar; None where tqdm is not installed, as it need not be beside an exported network."
     try: tqdm = importlib.import_module("tqdm.auto").tqdm
     except ModuleNotFoundError: return None
-    return tqdm(total=total, desc="prediction", unit="tile", dynamic_ncols=True)
+    return tqdm(total=total, desc=what or "prediction", unit="tile", dynamic_ncols=True)
 
 
 class Meter:
@@ -168,8 +168,8 @@ class Meter:
     ):
         self.total, self.done, self.began = total, 0, time.perf_counter()
         self.due, self.say = self.began + EVERY, caller().say if show is None else None
-        bar = sys.stderr.isatty() if show is None else show
-        self.bar = _bar(total) if bar else None
+        bar, self.what = sys.stderr.isatty() if show is None else show, caller().doing
+        self.bar = _bar(total, self.what) if bar else None
 
     def close(self):
         "Nothing more comes."
@@ -186,7 +186,7 @@ def add(self:Meter,
     elif self.say and (now := time.perf_counter()) >= self.due:
         self.due = now + EVERY
         left = (now - self.began) / self.done * (self.total - self.done)
-        self.say(f"{self.done} of {self.total} tiles, {left:.0f} s left")
+        self.say(f"{self.what}: " * bool(self.what) + f"{self.done} of {self.total} tiles, {left:.0f} s left")
 
 # %% ../../nbs/memory/08_tiles.ipynb #cb839954
 class Tiles:

@@ -30,6 +30,7 @@ from ..data.split import Split, patient_of, split_cases
 from ..data.volume import Volume, _write_whole, write_volume
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
+from ..memory.inference import doing
 from ..memory.oom import is_oom
 
 # %% ../../nbs/recipes/00_base.ipynb #f59171f7
@@ -318,6 +319,14 @@ def check_output(self:Use,
     if why: raise UserError(f"{output} cannot be written ({why}); predictions need a folder that can be written: "
         "choose another output")
 
+# %% ../../nbs/recipes/00_base.ipynb #b0eee300
+@patch
+def check_options(self:Use,
+    **options,  # of `predict_options`, or of `evaluate_options` with those that `score` takes
+):
+    "Raise `UserError` for options that fit no case; the default knows of none."
+
+
 # %% ../../nbs/recipes/00_base.ipynb #b7c48d53
 @patch
 def previews(self:Use) -> dict:  # label → arguments of `preview`
@@ -397,7 +406,8 @@ def tabulate(self:Use,
     "Score cases. Raises `UserError` for what is no score; what `score` raises where no case, or no early one, has one."
     rows, out, errors = [], [], []
     for case, score in tasks:
-        try: scores = score()
+        try:
+            with doing(case): scores = score()
         except Exception as e:
             if is_oom(e): raise
             errors.append(e)
@@ -451,7 +461,7 @@ class Recipe(Use):
     seed:int = 0  # of weights, order, patches and noise
     batch_size:int = 2  # samples per micro-batch, ≥ 1
     workers:int = 0  # loading processes, ≥ 0; 0: the training thread loads
-    optimizer:str = "AdamW"  # a class of torch.optim, see `optimizer_class`
+    optimizer:str = "AdamW"  # a class of torch.optim, such as AdamW, Adam or SGD
 
     Knobs = Knobs
     tiny = {}  # values of fields for `--debug`: seconds to the first step

@@ -90,7 +90,7 @@ class CodecKnobs(Knobs):
 @dataclass
 class Codec(Recipe):
     "An autoencoder for CT volumes, of MAISI's class; unknown keys raise `UnknownName`."
-    data_root: str = ""  # folder of thin CT volumes (NIfTI or DICOM), see `find_slices`; "": phantoms
+    data_root: str = ""  # folder of thin CT volumes (NIfTI or DICOM), a folder or a name for each patient; "": phantoms
     image_size: tuple = (64, 64, 64)  # (z, y, x) of the crops, voxels
     channels: tuple = (64, 128, 256)  # of each level, the finest first
     blocks: tuple = (2, 2, 2)  # residual blocks of each level

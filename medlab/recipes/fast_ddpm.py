@@ -69,7 +69,8 @@ def _check_names(recipe):
 @dataclass
 class FastDDPM(Recipe):
     "Fast-DDPM synthesis of missing brain-MRI modalities; unknown keys raise `UnknownName`."
-    data_root: str = ""  # folder of cases, see `find_cases`; "": phantoms
+    data_root: str = ""  # folder of cases, CASE-t1n.nii.gz, -t1c, -t2w, -t2f, in a folder each or all in one; other
+                         # names by `names`; "": phantoms
     names: dict = None  # modality → file pattern, such as {"t1n": "*_T1.nii.gz"}; None: the names of BraTS
     resample: bool = False  # put modalities on differing grids on the first one's; False: such a case is quarantined
     image_size: tuple = (64, 64, 64)  # voxels (z, y, x) that the network sees

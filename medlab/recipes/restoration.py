@@ -107,8 +107,8 @@ def _crop_size(recipe):
 @dataclass
 class Restoration(Recipe):
     "Restoration of blurred images and volumes; unknown keys raise `UnknownName`."
-    data_root: str = ""  # folder of pairs, or of sharp images or volumes that are blurred on the fly,
-                         # see `find_pairs`; "": phantoms
+    data_root: str = ""  # folder with blur/ and sharp/ (also below train/ and test/), or of sharp images or volumes
+                         # that are blurred on the fly; "": phantoms
     pattern: str = "*"  # of the files' names, such as "*-t1n.nii.gz"
     spatial_dims: int = 2  # 2 or 3; 2 takes volumes as axial slices
     image_size: tuple = None  # crop (y, x) or (z, y, x) that the network sees; None: 128 × 128, or 64 × 64 × 64

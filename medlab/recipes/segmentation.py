@@ -97,7 +97,8 @@ def _check_fields(recipe):
 @dataclass
 class Segmentation(Recipe):
     "Segmentation of CT and MR volumes; unknown keys raise `UnknownName`."
-    data_root: str = ""  # folder or list of labelled cases, see `find_labelled`; "": phantoms
+    data_root: str = ""  # folder with images/ and labels/ (or imagesTr/ and labelsTr/, or dataset.json), or a list
+                         # (.csv, .json) with the columns image, label, case and split; "": phantoms
     labels: tuple = None  # ids of masks that may occur, without the background;
                           # None: those that a dataset.json names, or that are found
     ignore: int = None  # id of voxels whose label nobody knows; None: as a dataset.json says, or none

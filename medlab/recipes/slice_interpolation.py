@@ -28,6 +28,7 @@ from ..knobs.fixes import FIXES, Fix
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
 from ..losses.diffusion import Schedule, add_noise, antithetic, ddim_sample, target, time_points
+from ..memory.inference import doing
 from ..memory.tiles import Tiles, blend_tiles, checked_overlap, count_tiles, fitted_tile, in_bf16
 from ..nets.codec import load_codec, to_unit
 from ..nets.latent_unet import LatentUNet, check_window, latent_unet, measure_scale
@@ -38,7 +39,7 @@ from ..slices.ceiling import measure_ceiling
 from ..slices.coding import CaseCrops, Coded, base_volume, code_base, make_latents, plan_latents
 from ..slices.files import SlicePhantom, find_slices
 from ..slices.latents import LatentStore
-from ..slices.pairs import inspect_slices, load_slices
+from ..slices.pairs import inspect_slices, load_slices, mixed_spacings
 from ..slices.profile import PROFILES, interpolate
 from ..slices.scores import consistency, detail, plane_scores, rplhr_scores, slice_scores
 from ..slices.series import write_series
@@ -70,15 +71,17 @@ STREAMING = ("encode_chunk", "decode_chunk", "exact", "store")  # fields that sa
 @dataclass
 class SliceInterpolation(Recipe):
     "Thin CT slices from thick ones; unknown keys raise `UnknownName`."
-    data_root: str = ""  # folder or list of thick and thin scans, see `find_slices`; "": phantoms
+    data_root: str = ""  # folder or list of thick and thin scans; "": phantoms. In a folder each patient has a folder
+                         # of its own or a name that its files share; the words thick and thin, or the distance of the
+                         # slices, tell which is which. A list (.csv, .json) has the columns thin, thick, case, patient
     factor: int = 5  # thin slices per thick one, ≥ 2
     slice_profile: str = "box"  # of the thick slices: "box" or "gaussian"
     thickness: float = None  # of a thick slice, mm; None: as far as they are apart
-    codec: str = "dct"  # "dct", "pca", or the file of an autoencoder, see `load_codec`
-    encode_chunk: int = 32  # slices that an autoencoder encodes at once, see `nets.codec.Codec`; 0: the whole volume
+    codec: str = "dct"  # "dct", "pca", or an autoencoder: its file, or a folder of medlab export
+    encode_chunk: int = 32  # slices that an autoencoder encodes at once; 0: the whole volume
     decode_chunk: int = 8  # slices of latents that it decodes at once; 0: all
     exact: bool = True  # with the numbers of the whole volume; False: its chunks know nothing of each other
-    store: str = "memory"  # where its activations wait meanwhile: "memory", "pinned" or "disk", see `stream`
+    store: str = "memory"  # where its activations wait meanwhile: "memory", "pinned" (of a GPU) or "disk"
     components: int = 10  # channels of "pca", ≥ 1
     image_size: tuple = None  # window (z, y, x) of thin voxels that the network sees; None: by the codec
     channels: tuple = (128, 256, 512, 512)  # of the U-Net's levels
@@ -238,11 +241,11 @@ def _sound(self:SliceInterpolation):
     "(sound cases, name → shape of the thin grid, [[name, reason], …]); raises `UserError` where none is sound."
     checks = self.read_once(self._look)
     if not self.data_root:
-        cases = self._phantoms()
+        cases, self.mixed = self._phantoms(), ""
         return cases, dict.fromkeys((c.name for c in cases), checks[0].shape), []
     bad = [[c.case.name, c.reason] for c in checks if c.reason]
     out = {n for n, _ in bad}
-    sound = [c for c in checks if c.case.name not in out]
+    sound, self.mixed = [c for c in checks if c.case.name not in out], mixed_spacings(checks)
     if not sound:
         raise UserError(f"none of the {len(checks)} cases in {self.data_root!r} can be trained on: "
             + "; ".join(f"{n}: {r}" for n, r in bad[:5]))
@@ -267,7 +270,7 @@ def setup(self:SliceInterpolation,
     "Find, check and split the cases, see `Recipe.setup`."
     info = (vars(self).pop("divided", None) if split is None else None) or self._divided(split)
     self.planned = self.plan()  # for the next `dataset`: every file was hashed and every array of latents checked
-    notes = [["info", str(self.planned)], ["info", self._about_thick()]]
+    notes = [["info", str(self.planned)], ["info", self._about_thick()], *[["warning", self.mixed]] * bool(self.mixed)]
     return info | dict(notes=notes)
 
 
@@ -280,8 +283,9 @@ def _about_thick(self:SliceInterpolation) -> str:
 
 @patch
 def preflight(self:SliceInterpolation) -> Report:
-    "Every case, as `setup` will see it."
-    return Report(self.read_ahead(self._look))
+    "Every case, as `setup` will see it, and whether they are alike."
+    checks = self.read_ahead(self._look)
+    return Report(checks, tuple(filter(None, [mixed_spacings(checks)])))
 
 
 @patch
@@ -564,6 +568,17 @@ def find(self:SliceInterpolation, path): "The cases at a path."; return find_sli
 
 
 @patch
+def check_options(self:SliceInterpolation, form="nifti", protocol="sagittal", consistent=True, answer=None, steps=20,
+        **options):
+    "See `Use.check_options`; without an answer, both are scored, and `steps` of 0 leave the sample out."
+    for what, value, known in (("form", form, FORMS), ("protocol", protocol, PROTOCOLS)):
+        if value not in known: raise UnknownName(what, value, known)
+    wanted = Wanted(answer or ("sample" if steps else "mean"), steps if answer or steps else 1, **options)
+    if answer: self._refuse_untrained(wanted)
+    self._points(wanted)
+
+
+@patch
 def predict(self:SliceInterpolation,
     model:LatentUNet,  # in evaluation mode
     case,  # a case, the name of one of the run's, or a path
@@ -626,14 +641,18 @@ def candidates(self:SliceInterpolation,
     **options,  # of `Wanted`
 ):  # of (name, (z, y, x) HU), one after the other
     "Every way to the thin slices of a case: interpolation, the codec's ceiling, and the network's answers."
+    def asked(answer, *steps):
+        "An answer of the network, which says what it is while it comes."
+        with doing(answer): return answer, self.thin_slices(model, coded, Wanted(answer, *steps, **options))[0]
+
     coded, thick = self._coded(model, loaded), torch.as_tensor(loaded.thick)
     for name, order in (("nearest", 0), ("linear", 1), ("cubic", 3)): yield name, interpolate(thick, self.factor, order)
     yield "base", coded.base
     codec, thin = self.latent_codec(), to_unit(torch.as_tensor(loaded.thin))[None, None].to(coded.condition.device)
     yield "ceiling", coded.decode(codec.target(thin, coded.unit.to(thin.device), coded.condition), codec)
-    if self.prediction != "epsilon": yield "mean", self.thin_slices(model, coded, Wanted("mean", **options))[0]
+    if self.prediction != "epsilon": yield asked("mean")
     regression = self.knobs is not None and self.knobs.mean_share == 1
-    if steps and not regression: yield "sample", self.thin_slices(model, coded, Wanted("sample", steps, **options))[0]
+    if steps and not regression: yield asked("sample", steps)
 
 
 

@@ -72,7 +72,8 @@ class VJEPAKnobs(CollapseKnobs):
 @dataclass
 class VJEPA3D(Recipe):
     "Self-supervised features of OCT, CT or MR volumes; unknown keys raise `UnknownName`."
-    data_root: str = ""  # folder, file or list of volumes, see `find_oct`; "": phantoms
+    data_root: str = ""  # folder, file or list of volumes: DICOM, NIfTI, TIFF, folders of PNG, vendor files; "":
+                         # phantoms
     image_size: tuple = (64, 384, 384)  # voxels (z, y, x) of a sample
     patch: tuple = (4, 16, 16)  # voxels (z, y, x) of a token
     encoder: str = "base"  # size of the vision transformer: "tiny", "small", "base" or "large"
@@ -83,7 +84,7 @@ class VJEPA3D(Recipe):
     positions: str = "sincos"  # "sincos", "rotary", or "rotary_public", as in files of V-JEPA 2
     levels: int = 1  # depths whose tokens are predicted; 1: the last alone
     dense: bool = False  # the predictor answers for visible tokens, too; see the knob dense_weight
-    weights: str = ""  # file of public V-JEPA weights that the encoder begins with, see `load_public`; "": none
+    weights: str = ""  # file of public V-JEPA weights (.pt, .pth) that the encoder begins with; "": none
     masks: str = "blocks"  # what is hidden: "blocks", "random" or "tube"
     temporal: tuple = (1.0, 1.0)  # range of a block's share of the slices, in (0, 1]
     targets: int = 0  # predict at most so many of the hidden tokens; 0: all
@@ -101,7 +102,8 @@ class VJEPA3D(Recipe):
     limit: int = 0  # use only the first so many volumes; 0: all
     phantoms: int = 24  # synthetic patients, with a scan of each eye, where there is no data_root
     cache_gb: float = 2.0  # for loaded volumes, per process; 0: none
-    labels: str = ""  # CSV, see `read_labels`; of phantoms "lesion" or "texture": validation asks neighbours; "": none
+    labels: str = ""  # CSV with the column case or patient, and one of labels; of phantoms "lesion" or "texture":
+                      # validation asks neighbours; "": none
     target: str = ""  # column of the labels; "": label, or the only one
 
     name, Knobs = "vjepa3d", VJEPAKnobs

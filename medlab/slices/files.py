@@ -271,14 +271,28 @@ def _key(root, scan):
     return parts[0] if parts else _bare(inside[-1]) if inside and _bare(inside[-1]) else root.resolve().name
 
 
+# %% ../../nbs/slices/02_files.ipynb #72ace9a7
+def _alike(scans, others):
+    "Whether slices of the one are as far apart as slices of the other, or it is not known how far."
+    near = lambda a, b: not (a.step > 0 and b.step > 0) or abs(a.step - b.step) <= 0.02 * b.step
+    return any(near(a, b) for a in scans for b in others)
+
+
 def _patients(root, scans):
-    "name → scans of one patient."
-    found, frames = {}, {}
+    "[(name, scans)] of the places that hold them; a place goes with another of its frame of reference, but for copies."
+    groups, found = {}, {}
     for s in scans:
-        key = _key(root, s)
         frame = s.facts.frame and (s.facts.frame, s.facts.patient)
-        found.setdefault(frames.setdefault(frame, key) if frame else key, []).append(s)
-    return found
+        groups.setdefault((_key(root, s), frame), []).append(s)
+    homes = {}
+    for (key, frame), mine in groups.items():
+        others = [k for k in homes.get(frame, ()) if k != key and not _alike(mine, groups[k, frame])] if frame else []
+        home = others[0] if others else key
+        if home == key: homes.setdefault(frame, []).append(key)
+        else: groups[home, frame].extend(mine)
+        found.setdefault(home, []).extend(mine)
+    return [*found.items()]
+
 
 # %% ../../nbs/slices/02_files.ipynb #e0ab76aa
 def _by_frame(name, scans):
@@ -289,16 +303,23 @@ def _by_frame(name, scans):
     return [(f"{name}_{i}", of(f)) for i, f in enumerate(frames, 1)]
 
 
-def _case(name, scans, factor, lone):
-    "The scans of one patient as a case."
+def _together(scans):
+    "A note where the scans of a case lie in several folders; else none."
+    at = list(dict.fromkeys(s.path.parent.name if is_volume(s.path) else s.path.name for s in scans if s.facts.frame))
+    return [f"its series lie in {' and '.join(at)}, of one frame of reference"] * (len(at) > 1)
+
+
+def _case(name, scans, factor, lone, of=""):
+    "The scans of one patient as a case; `of`: the patient, where the headers name none."
     thin, thick, fault, notes = _choose(scans, factor, lone)
+    notes = [*_together(scans), *notes]
     chosen = {p: s for p, s in dict(thin=thin, thick=thick).items() if s}
     if fault and not chosen: chosen = dict(thin=scans[0])
     people = {s.facts.patient for s in scans} - {""}
     if len(people) > 1 and not fault:
         fault = f"its series are of the patients {' and '.join(sorted(people))}; put each into a folder of its own"
     paths, series = ({p: getattr(s, k) for p, s in chosen.items()} for k in ("path", "series"))
-    patient = people.pop() if len(people) == 1 else ""
+    patient = people.pop() if len(people) == 1 else of
     return SliceCase(name, **paths, patient=patient, fault=fault, notes=tuple(notes),
                      **{f"{p}_series": u for p, u in series.items()})
 
@@ -332,6 +353,25 @@ def _entry(path, i, row):
     return SliceCase(name, **files, patient=text["patient"], fault=fault, thin_series=text["thin_series"],
                      thick_series=text["thick_series"])
 
+# %% ../../nbs/slices/02_files.ipynb #1b8b2ffc
+def _sharing(parts):
+    "For each (name, scans) the first name of those that share its frame of reference, its own where there is none."
+    first = {}
+    for name, scans in parts:
+        for s in scans: first.setdefault(s.facts.frame or name, name)
+    return [first[next((s.facts.frame for s in scans if s.facts.frame), name)] for name, scans in parts]
+
+
+def _empty(root, scans):
+    "Folders of patients that hold no volume, as cases that say so."
+    used = {s.path.relative_to(root).parts[0] for s in scans if s.path != root}
+    for folder in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")):
+        if not scans or folder.name in used or not _bare(folder.name): continue
+        there = [p.name for _, files in _folders(folder) for p in files]
+        what = f"{len(there)} other file{'s' * (len(there) > 1)}, such as {there[0]}" if there else "no file at all"
+        yield SliceCase(folder.name, folder, fault=f"holds no volume ({what}); copy its scans again, or remove it")
+
+
 # %% ../../nbs/slices/02_files.ipynb #7364cc5f
 def _found(root, factor, lone):
     "The cases at a path."
@@ -341,8 +381,8 @@ def _found(root, factor, lone):
         scans = [_nifti_scan(root)] if is_volume(root) else [*_dicom_scans(root)] if is_dicom(root) else []
         return [_case(_bare(file_stem(root)) or file_stem(root), scans, factor, lone)] if scans else []
     scans = [s for folder, files in _folders(root) for s in _scans_in(folder, files)]
-    parts = [part for name, every in _patients(root, scans).items() for part in _by_frame(name, every)]
-    return [_case(*part, factor, lone) for part in parts]
+    parts = [part for name, every in _patients(root, scans) for part in _by_frame(name, every)]
+    return [_case(*part, factor, lone, of) for part, of in zip(parts, _sharing(parts))] + [*_empty(root, scans)]
 
 # %% ../../nbs/slices/02_files.ipynb #ef608d19
 def find_slices(

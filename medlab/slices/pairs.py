@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['slices_first', 'template', 'measured', 'LoadedSlices', 'load_slices', 'inspect_slice_case', 'inspect_slices',
-           'split_slices']
+           'mixed_spacings', 'split_slices']
 
 # %% ../../nbs/slices/03_pairs.ipynb #9930237d
 import os
@@ -111,6 +111,15 @@ def _refuse_not_hu(part, data, facts):
         raise UserError(f"{part}: its values go from {low:.4g} to {high:.4g}, and HU from −3100 to 4100; {remedy}")
 
 
+def _refuse_constant(part, data, facts):
+    "Raise where all that was measured is one value."
+    if len(np.unique(_some(data))) > 5: return  # more than a constant and four corners outside of a circle
+    values = data[measured(data, facts.padding)]
+    if len(values) and values.min() < values.max(): return
+    what = f"is {values[0]:g} HU everywhere" if len(values) else "holds no voxel that a scanner measured"
+    raise UserError(f"{part}: {what}, so there is nothing to see; export it again")
+
+
 def _refuse_strangers(facts):
     "Raise where the headers of thick and thin are of two patients or two frames of reference."
     thick, thin = facts.get("thick", SeriesFacts()), facts.get("thin", SeriesFacts())
@@ -201,9 +210,6 @@ def _axes(thick, thin, factor):
     if size[0] < 1.02 * step[0]:
         raise UserError(f"thick slices are {size[0]:.4g} mm apart and thin ones {step[0]:.4g} mm: thick is thinner "
                         "than thin; swap the two")
-    if step[0] > 1.5 * size[0] / factor:
-        raise UserError(f"thin slices are {step[0]:.4g} mm apart, and factor {factor} asks for {size[0] / factor:.4g} "
-                        f"mm below slices of {size[0]:.4g} mm; say factor={max(1, round(size[0] / step[0]))}")
     start = unit @ (thin.affine[:3, 3] - thick.affine[:3, 3])
     parts = zip(start, zip(thick.shape, size), zip(thin.shape, step))
     return [_axis(*part, factor if i == 0 else 1, i == 0) for i, part in enumerate(parts)]
@@ -277,10 +283,23 @@ def _profile(kind, thickness, told, step):
     return SliceProfile(kind, float(wide)), note
 
 
-def _pair(case, thick, thin, factor, profile, thickness, facts, alike):
-    "A case whose thick and thin volumes are both there."
+def _refuse_coarse(case, thick, thin, factor, *settings):
+    "Raise for thin slices that are too far apart for the factor; if they fit no other either, for the reason of that."
+    size, step = _directions(thick)[1][0], _directions(thin)[1][0]
+    fits = round(size / step)
+    if fits >= factor or step <= 1.5 * size / factor: return
+    say = f"; say factor={fits}" if fits > 1 else ", and there is no factor below 2; pair it with a thicker series"
+    if fits > 1: _pair(case, thick, thin, fits, *settings)  # two patients are no matter of the factor
+    raise UserError(f"thin slices are {step:.4g} mm apart, and factor {factor} asks for {size / factor:.4g} mm below "
+                    f"slices of {size:.4g} mm{say}")
+
+
+def _pair(case, thick, thin, factor, *settings):
+    "A case whose thick and thin volumes are both there; the settings are profile, thickness, facts and alike."
+    profile, thickness, facts, alike = settings
     _refuse_turned(thick, thin)
     axes = _axes(thick, thin, factor)
+    _refuse_coarse(case, thick, thin, factor, *settings)
     _refuse_apart(thick, thin, axes)
     box = tuple(slice(a.first, a.first + a.count) for a in axes)
     data, seen = _placed(thin.data, measured(thin.data, facts[1].padding), axes)
@@ -349,6 +368,7 @@ def _loaded(case, factor, profile, thickness, for_prediction, hu, alike):
     for p, v in volumes.items():
         _refuse_stack(p, v)
         if hu: _refuse_not_hu(p, v.data, told.get(p, SeriesFacts()))
+        _refuse_constant(p, v.data, told.get(p, SeriesFacts()))
     settings = factor, profile, thickness, facts
     if len(parts) == 2: made = _pair(case, volumes["thick"], volumes["thin"], *settings, alike)
     else: made = dict(thick=_to_predict, thin=_simulated)[parts[0]](case, volumes[parts[0]], *settings)
@@ -406,6 +426,18 @@ def inspect_slices(
     "Inspect many cases; raises `UserError` for impossible settings."
     threads = max(1, min(threads, os.cpu_count() or 1))
     return inspect_each(lambda c: inspect_slice_case(c, factor, **settings), cases, threads)
+
+
+def mixed_spacings(
+    checks,  # of `inspect_slices`
+    most:float=1.5,  # ratio of two slice distances, above which it is said; ≥ 1
+) -> str:  # a sentence; "": they are alike
+    "Say where the thin slices of sound cases are unlike in distance, which one network takes for one and the same."
+    sound = sorted((c for c in checks if not c.reason), key=lambda c: c.spacing[0])
+    if not sound or sound[-1].spacing[0] <= most * sound[0].spacing[0]: return ""
+    a, b = (f"{c.spacing[0]:.3g} mm apart in {c.case.name}" for c in (sound[0], sound[-1]))
+    return (f"thin slices are {a} and {b}: one network learns both as if they were the same; give a run the cases of "
+            "one distance, if that is not what you want")
 
 
 def split_slices(

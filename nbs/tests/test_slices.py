@@ -109,6 +109,26 @@ def test_what_is_wrong_with_a_case_costs_the_case(patients, tmp_path):
     assert sorted(n for n, _ in info["quarantined"]) == ["PHANTOM-0000", "PHANTOM-0002"] and sum(map(len, (info["split"][p] for p in ("train", "val", "test")))) == 3
 
 
+@pytest.mark.parametrize("words, why", [(("--start", 2, "--answer", "sample"), "start=2"), (("--answer", "best"), "answer 'best'"), (("--form", "dcm"), "form 'dcm'"), (("--overlap", 1), "overlap")])
+def test_an_option_that_fits_no_case_is_no_fault_of_a_case(trained, patients, tmp_path, words, why):
+    status, out, err = said("predict", trained, patients / "data", tmp_path / "out", *words)
+    assert status == 2 and why in err and "PHANTOM" not in err and "case '" not in err and len(err.strip().splitlines()) == 1, err
+    assert not (tmp_path / "out").exists() and "Traceback" not in err
+
+
+def test_copies_of_an_anonymous_patient_are_cases_of_one_patient_and_a_folder_without_a_volume_is_named(patients, tmp_path):
+    volume = read_volume(patients / "data/PHANTOM-0001/thin.nii.gz")
+    for i in range(3): write_series(volume, tmp_path / "data" / f"copy{i}", description="thin")
+    for i in (1, 2): shutil.rmtree(tmp_path / "data" / f"copy{i}"), shutil.copytree(tmp_path / "data/copy0", tmp_path / "data" / f"copy{i}")
+    (tmp_path / "data/lost").mkdir()
+    file = next((tmp_path / "data/copy1").glob("*.dcm"))
+    file.write_bytes(file.read_bytes()[:-500])
+    status, out, err = said("check", tmp_path / "data", "--recipe", "slice_interpolation", *SMALL[:3])
+    bad = {line.split("|")[1].strip(): line for line in out.splitlines() if "quarantine:" in line}
+    assert {*bad} == {"copy1", "lost"} and "no file at all" in bad["lost"], out + err
+    assert "of 1 patient" in out, "copies stay together in the split"
+
+
 def test_one_thick_slice_is_refused_with_its_reason(trained, patients, tmp_path):
     volume = read_volume(patients / "data/PHANTOM-0004/thick.nii.gz")
     nib.save(nib.Nifti1Image(volume.data.T[..., :1].astype(np.float32), volume.affine), tmp_path / "one.nii.gz")

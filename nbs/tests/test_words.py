@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from medlab import Lab, Run, Trainer, recipes
+from medlab.cli.options import field_help
 from medlab.widgets.curves import Curves
 from medlab.widgets.groups import GROUPS
 from medlab.widgets.panel import Panel
@@ -44,6 +45,13 @@ def test_help_explains_every_parameter(thing):
     names = [n for n in inspect.signature(thing.__init__ if inspect.isclass(thing) else thing).parameters if n != "self"]
     lines = {m[1]: m[2] for m in re.finditer(r"^ {4}(\w+): (.+)$", told.split("Parameters:\n")[1], re.M)}
     assert list(lines) == names and all(len(v) > 8 and v != "see its type" for v in lines.values()), lines
+
+
+@pytest.mark.parametrize("cls", [recipes.FastDDPM, recipes.Restoration, recipes.Segmentation, recipes.SliceInterpolation, recipes.Codec, recipes.VJEPA3D], ids=lambda c: c.__name__)
+def test_help_of_a_command_names_nothing_that_only_python_has(cls):
+    "Who types a command has no function at hand that could be looked up."
+    texts = field_help(cls) | {k: t.help for k, t in cls.Knobs.class_traits().items()} | {k: t for k, (_, _, t) in (cls.predict_options | cls.evaluate_options).items()}
+    assert len(texts) > 20 and not {k: t for k, t in texts.items() if "see `" in t}
 
 
 @pytest.mark.parametrize("path", sorted(NBS.rglob("*.ipynb")), ids=lambda p: str(p.relative_to(NBS)))
