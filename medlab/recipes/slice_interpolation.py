@@ -36,9 +36,9 @@ from ..nets.residual import BlockCodec, Components, LatentCodec, dct_codec
 from ..paired import paired
 from .base import Recipe, Table
 from ..slices.ceiling import measure_ceiling
-from ..slices.coding import CaseCrops, Coded, base_volume, code_base, make_latents, plan_latents
+from ..slices.coding import Coded, base_volume, code_base, make_latents, plan_latents
 from ..slices.files import SlicePhantom, find_slices
-from ..slices.latents import LatentStore
+from ..slices.latents import LatentDataset, LatentStore
 from ..slices.pairs import inspect_slices, load_slices, mixed_spacings
 from ..slices.profile import PROFILES, interpolate
 from ..slices.scores import consistency, detail, plane_scores, rplhr_scores, slice_scores
@@ -334,13 +334,13 @@ def _store(self:SliceInterpolation): return LatentStore(self.latents or None, se
 
 
 @patch
-def dataset(self:SliceInterpolation) -> CaseCrops:
+def dataset(self:SliceInterpolation) -> LatentDataset:
     "Crops of the training cases' latents; raises `UserError` where they cannot be made."
     plan, codec = vars(self).pop("planned", None) or self.plan(), self.latent_codec().to(self._device())
     latents = make_latents(plan, self.load, codec, self._store(), self._device())
     moments = [k.moments for k in latents.values()]
     add = lambda name: sum((m[name] for m in moments[1:]), moments[0][name])
-    crops = CaseCrops(latents, self._window(), plan.faults)
+    crops = LatentDataset(latents, self._window(), plan.faults)
     self.scale = measure_scale(self._some(crops), add("target").std, add("condition").mean, add("condition").std)
     return crops
 

@@ -320,9 +320,13 @@ class LatentDataset(torch.utils.data.Dataset):
     def __init__(self,
         latents:dict,  # case → `Latents`
         size,  # (z, y, x) of a crop, latent voxels
+        faults:dict=None,  # case → why it has no latents; it is asked for as the others, and costs its sample
     ):
-        self.names, self.latents, self.size = list(latents), list(latents.values()), tuple(size)
+        self.faults, self.latents, self.size = dict(faults or {}), list(latents.values()), tuple(size)
+        self.names = [*latents, *self.faults]
         if not self.names: raise UserError("no latents to make a dataset of; at least one case is needed")
+        if not latents:
+            raise UserError("no case could be coded: " + "; ".join(f"{n}: {w}" for n, w in self.faults.items()))
 
     def __len__(self): return len(self.names)
 
@@ -353,7 +357,9 @@ def _cells(self:LatentDataset, latents, box):
 @patch
 def _item(self:LatentDataset, index, rng):
     "See `__getitem__`."
-    latents, name = self.latents[index], self.names[index]
+    name = self.names[index]
+    if name in self.faults: raise CaseFault(name, self.faults[name])
+    latents = self.latents[index]
     for _ in range(8):
         box = _draw_box(latents.shape, self.size, rng)
         cells = self._cells(latents, box)
