@@ -129,6 +129,7 @@ def _describe(trainer, target, path=None):
         note = f" ({split['note']})" if split.get("note") else ""
         of = f" of {info['patients']} patients" if "patients" in info else ""
         print("cases: " + ", ".join(f"{k} {len(split[k])}" for k in ("train", "val", "test")) + of + note)
+        if text := info.get("identity"): print(text)
         if 0 < len(split["train"]) < FEW:
             print(f"warning: cases to train on: {len(split['train'])}; what is learned from so few is learned by heart")
     n, batch = len(trainer.batches.dataset), trainer.recipe.batch_size

@@ -19,6 +19,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from tqdm.auto import tqdm
 
+from ..cohort.identity import without_visit
 from ..core import UnknownName, UserError
 from .volume import Volume, brain_range, read_volume, same_grid
 from ..phantoms import MODALITIES, brain
@@ -145,10 +146,11 @@ def _gather(folder, matches, order):
 
 # %% ../../nbs/data/04_cases.ipynb #8ce22c30
 def _rename_doubles(cases, folders):
-    "Cases whose name occurs twice get the path of their folder, relative to the root, for a name."
+    "Cases whose name occurs twice, or names a visit alone, get the path of their folder below the root for one."
     count = Counter(c.name for c in cases)
     parts = [f.parts if f.name == c.name else (*f.parts, c.name) for c, f in zip(cases, folders)]
-    return [c if count[c.name] == 1 else replace(c, name="_".join(p)) for c, p in zip(cases, parts)]
+    known = lambda name: count[name] == 1 and without_visit(name)
+    return [c if known(c.name) else replace(c, name="_".join(p)) for c, p in zip(cases, parts)]
 
 
 _LOOKED = ("CASE-{t1n,t1c,t2w,t2f}.nii.gz, CASE_{t1,t1ce,t2,flair}.nii.gz or {t1,t1c,t2,flair}.nii.gz, "

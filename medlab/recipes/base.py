@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
+from ..cohort.identity import patients_of
 from ..contracts.batch import Batch
 from ..contracts.system import System
 from ..core import UnknownName, UserError, at_line, nearest, place_of, places_of, why_unwritable
 from ..core import with_own_line
-from ..data.split import Split, patient_of, split_cases
+from ..data.split import Split, split_cases
 from ..data.volume import Volume, _write_whole, write_volume
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
@@ -462,6 +463,7 @@ class Recipe(Use):
     batch_size:int = 2  # samples per micro-batch, ≥ 1
     workers:int = 0  # loading processes, ≥ 0; 0: the training thread loads
     optimizer:str = "AdamW"  # a class of torch.optim, such as AdamW, Adam or SGD
+    patient:str = ""  # regular expression, whose first group in a case's name is the patient; "": by BIDS, visits …
 
     Knobs = Knobs
     tiny = {}  # values of fields for `--debug`: seconds to the first step
@@ -568,16 +570,19 @@ def divide(self:Recipe,
     split=None,  # as `setup` receives it, or one of your own: a `Split`, or its fields in a dict; None: draw one
     val:float=0.15,  # share of patients that are scored while training goes on, in [0, 1); 0: none
     test:float=0.15,  # share of patients that are kept for the end, in [0, 1); 0: none
-    group=patient_of,  # function from a case's name to its patient; cases of one patient stay together
+    group=None,  # function from a case's name to its patient, "" where only the name says it; None: by the names
 ) -> dict:  # what `setup` returns
     """Split cases by patient, or take up a stored split. Raises `UserError` where one of its cases is gone, and where
     there is none."""
     names = list(map(str, names))
     if not names: raise UserError(self._no_case())
-    if not split: drawn = split_cases(names, self.seed, val, test, group)
+    patients = patients_of(names, self.patient, {n: group(n) for n in names} if group else None)
+    whose = patients.of.__getitem__
+    if not split: drawn = split_cases(names, self.seed, val, test, whose)
     else: drawn = split if isinstance(split, Split) else Split(**split)
     self.split = drawn.among(names, f"{type(self).__name__}.setup()")
-    return dict(split=dataclasses.asdict(self.split), patients=len({*map(group, self.split.names)}))
+    return dict(split=dataclasses.asdict(self.split), patients=len({*map(whose, self.split.names)}),
+        identity=str(patients))
 
 
 @patch

@@ -18,6 +18,7 @@ import nibabel as nib
 import numpy as np
 from fastcore.basics import patch
 
+from ..cohort.identity import without_visit
 from ..core import UnknownName, UserError
 from ..data.cases import _folders, phantom_name
 from ..data.dicom import (_by_position, _get, _padding, _places, _rescale, _slices, is_dicom, known_patient,
@@ -266,9 +267,12 @@ def _bare(text):
 def _key(root, scan):
     "The patient a scan belongs to by where it lies, as a relative name."
     inside = scan.path.relative_to(root).parts
-    nifti, parts = is_volume(scan.path), [p for p in inside[:-1] if _bare(p)]
-    if nifti and not parts: return _bare(file_stem(scan.path)) or root.resolve().name
-    return parts[0] if parts else _bare(inside[-1]) if inside and _bare(inside[-1]) else root.resolve().name
+    last = _bare(file_stem(scan.path) if is_volume(scan.path) else scan.path.name) if inside else ""
+    bare = [b for p in inside[:-1] if (b := _bare(p))]
+    visits, first = [p for p in (*bare, last) if p and not without_visit(p)], next(filter(without_visit, bare), "")
+    if not first: first = last if without_visit(last) or not visits else ""
+    order = [p for p in dict.fromkeys((*bare, last)) if p in visits or p == first]
+    return "_".join(order) or root.resolve().name
 
 
 # %% ../../nbs/slices/02_files.ipynb #72ace9a7
@@ -355,11 +359,11 @@ def _entry(path, i, row):
 
 # %% ../../nbs/slices/02_files.ipynb #1b8b2ffc
 def _sharing(parts):
-    "For each (name, scans) the first name of those that share its frame of reference, its own where there is none."
+    "The patient of each (name, scans) by the first name among those that share its frame of reference."
     first = {}
     for name, scans in parts:
         for s in scans: first.setdefault(s.facts.frame or name, name)
-    return [first[next((s.facts.frame for s in scans if s.facts.frame), name)] for name, scans in parts]
+    return [patient_of(first[next((s.facts.frame for s in scans if s.facts.frame), name)]) for name, scans in parts]
 
 
 def _empty(root, scans):
