@@ -26,8 +26,8 @@ from ..data.split import patient_of
 from ..data.volume import _refuse_nonfinite, read_volume
 from .phantoms import EYES, VENDORS, OCTPhantom, _cohort, _drawn, oct_phantom
 from .scans import (MAKERS, UNKNOWN, VENDOR_FILES, OCTScan, domain_of, eye_of, header_facts, natural,
-                              oct_header, page_count, read_oct_dicom, read_pages, read_stack, read_vendor_file,
-                              vendor_facts, vendor_volumes)
+                              is_placed, oct_header, page_count, read_oct_dicom, read_pages, read_stack,
+                              read_vendor_file, vendor_facts, vendor_volumes)
 
 # %% ../../nbs/oct/02_files.ipynb #600ad226
 KINDS = ("dicom", "stack", "tiff", "nifti", "vendor")
@@ -123,7 +123,10 @@ def oct_phantom_cases(
 _SIDE = re.compile(r"(?:^|[-_. ])(OD|OS|right|left|R|L)(?=$|[-_. ])", re.IGNORECASE)
 
 
-def _stem(path): return file_stem(path) if is_volume(path) else path.stem
+def _stem(path):
+    "A file's name without its ending; a number behind a dot is no ending, as in names that are UIDs."
+    if is_volume(path): return file_stem(path)
+    return path.name if path.suffix[1:].isdigit() else path.stem
 
 
 def _by_place(parts, name):
@@ -146,6 +149,21 @@ def _case(root, paths, kind, name, facts=("", "", ""), **more):
     return OCTCase(name, tuple(paths), kind, patient, eye, maker or "unknown", notes=tuple(notes), **more)
 
 # %% ../../nbs/oct/02_files.ipynb #086947b2
+def _series_case(root, files):
+    "The case of the files of one series, (InstanceNumber, path, header) each."
+    files = sorted(files, key=lambda f: f[:2])
+    first, header, more = files[0][1], files[0][2], {}
+    name = _stem(first) if len(files) == 1 else first.resolve().parent.name
+    whose = {header_facts(h)[0] for _, _, h in files} - {""}
+    if len(whose) > 1:
+        more = dict(fault=f"the frames of its series are of several patients ({', '.join(sorted(whose)[:3])}); put "
+            "those of one volume into a folder of their own")
+    case = _case(root, [p for _, p, _ in files], "dicom", name, header_facts(header), **more)
+    if len(files) == 1 or header.get("SeriesInstanceUID"): return case
+    return replace(case, notes=(*case.notes, f"its series has no UID: {len(files)} frames of one folder without one "
+        "were taken as a volume"))
+
+
 def _dicom_cases(root, paths):
     "Volumes of DICOM files: a file of many frames is one, and so are the single frames of a series."
     series = {}
@@ -155,13 +173,11 @@ def _dicom_cases(root, paths):
             yield _case(root, [p], "dicom", _stem(p), fault=str(e))
             continue
         if not h.get("Rows") and "Image Storage" not in UID(h.get("SOPClassUID") or "").name: continue  # an index
-        many = int(h.get("NumberOfFrames") or 1) > 1
-        key = p if many else str(h.get("SeriesInstanceUID") or p)
+        many, uid = int(h.get("NumberOfFrames") or 1) > 1, str(h.get("SeriesInstanceUID") or "")
+        key = p if many or not (uid or is_placed(h)) else uid
         series.setdefault(key, []).append((int(h.get("InstanceNumber") or 0), p, h))
-    for files in series.values():
-        files = sorted(files, key=lambda f: f[:2])
-        name = _stem(files[0][1]) if len(files) == 1 else files[0][1].parent.name
-        yield _case(root, [f[1] for f in files], "dicom", name, header_facts(files[0][2]))
+    for files in series.values(): yield _series_case(root, files)
+
 
 # %% ../../nbs/oct/02_files.ipynb #ae78a8d6
 def _vendor_cases(root, path):
