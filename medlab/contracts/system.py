@@ -73,6 +73,7 @@ class System:
     model:nn.Module  # the network that is trained
     frozen:dict = field(default_factory=dict)  # name → network that never changes
     averages:dict = field(default_factory=dict)  # name → `Average`
+    notes:list = field(default_factory=list)  # [level, sentence]: how it was built; events of the run
 
     def __post_init__(self):
         inner = {id(m): n for n, m in self.model.named_modules()}

@@ -142,3 +142,5 @@ class Overlaid:
     volume:object  # `Volume`
     labels:np.ndarray  # (z, y, x) uint8, on the volume's grid; 0: nothing is drawn
     names:dict  # label → name
+    colors:dict = None  # label → colour; None: the viewer's own
+    opacity:float = 0.5  # at first, 0: invisible … 1

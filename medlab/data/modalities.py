@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Range', 'normalize', 'denormalize', 'typical', 'LoadedCase', 'load_case', 'resize', 'to_volume', 'cut_patch',
-           'ModalityDataset']
+           'held_extent', 'ModalityDataset']
 
 # %% ../../nbs/data/06_modalities.ipynb #4e2e1abe
 from dataclasses import dataclass
@@ -188,6 +188,15 @@ def cut_patch(
     here = tuple(slice(max(0, a), min(n, a + s)) for a, s, n in zip(start, size, x.shape[-3:]))
     out[(slice(None), *there)] = x[(slice(None), *here)]
     return out
+
+
+def held_extent(
+    held,  # (n,) bool: places along an axis that hold something
+) -> tuple:  # (first place that does, how many from it to the last one); (0, 0) where none does
+    "From where to where an axis holds something."
+    at = np.flatnonzero(np.asarray(held))
+    return (int(at[0]), int(at[-1] - at[0]) + 1) if len(at) else (0, 0)
+
 
 # %% ../../nbs/data/06_modalities.ipynb #c34ae1c2
 def _refuse_settings(cases, modalities, size, mode):

@@ -240,8 +240,9 @@ def check(self:StandardNetwork,
 
 # %% ../../nbs/export/08_standard.ipynb #eba2a82f
 ASIDE = {"dataset", "setup", "divide", "score", "evaluate", "fixes", "initial_knobs", "prepare", "losses",
-    "bind_losses", "check", "preflight", "ceiling", "previews", "preview", "build_optimizer", "optimizer_class", "name",
-    "metric", "tiny", "sizes", "least", "Knobs", "example_inputs"}  # of a recipe, which its prediction does not hang on
+    "bind_losses", "check", "preflight", "ceiling", "previews", "preview", "preview_notes", "build_optimizer",
+    "optimizer_class", "name", "metric", "tiny", "sizes", "least", "Knobs", "example_inputs"}  # of a recipe,
+# which its prediction does not hang on
 
 
 def _standard(cls):

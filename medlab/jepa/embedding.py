@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core import CaseFault, UserError
-from ..data.modalities import cut_patch
+from ..data.modalities import cut_patch, held_extent
 from ..nets.vjepa import Encoder, token_grid, token_mask
 
 # %% ../../nbs/jepa/03_embedding.ipynb #a5fa8188
@@ -43,9 +43,9 @@ def volume_windows(
 ):  # iterator of `Window`
     "Windows that cover a volume, each from its first to its last frame that holds something."
     for z0 in window_starts(image.shape[1], size[0]):
-        held = torch.nonzero(seen[z0:z0 + size[0]])[:, 0]
-        if not len(held): continue
-        first, depth = z0 + int(held[0]), int(held[-1] - held[0]) + 1
+        offset, depth = held_extent(seen[z0:z0 + size[0]])
+        if not depth: continue
+        first = z0 + offset
         inside = torch.zeros(size[0], dtype=torch.bool)
         inside[:depth] = seen[first:first + depth]
         across = itertools.product(*(window_starts(n, s) for n, s in zip(image.shape[2:], size[1:])))

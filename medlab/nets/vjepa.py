@@ -471,7 +471,8 @@ class LoadReport:
     left:dict = field(default_factory=dict)  # name in the file → why it was not taken
 
     def __str__(self):
-        lines = [f"loaded {len(self.loaded)} tensors"]
+        n = len(self.loaded)
+        lines = [f"loaded {n} of {n + len(self.inflated) + len(self.left)} tensors"]
         lines += [f"inflated {n}: {old} → {new}" for n, (old, new) in self.inflated.items()]
         return "\n".join(lines + [f"left {n}: {why}" for n, why in self.left.items()])
 

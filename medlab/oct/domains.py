@@ -17,7 +17,7 @@ from fastcore.basics import patch
 
 from ..core import CaseFault, UnknownName, UserError, derive_seed, generator
 from ..data.cache import ByteCache
-from ..data.modalities import cut_patch
+from ..data.modalities import cut_patch, held_extent
 from ..data.split import Split, split_cases
 from ..data.volume import _smoothed
 from .phantoms import _speckle
@@ -209,8 +209,9 @@ class OCTDataset(torch.utils.data.Dataset):
         unknown:str="keep",  # see `load_oct`
         vary:OCTVariation=None,  # None: nothing is varied
         cache_bytes:int=1 << 30,  # for loaded scans, per process; 0: none
+        least:int=1,  # frames from the first to the last measured one of a sample, such as those of a patch
     ):
-        self.cases, self.size, self.vary = list(cases), tuple(size), vary
+        self.cases, self.size, self.vary, self.least = list(cases), tuple(size), vary, least
         _refuse_settings(self.cases, self.size, spacing)
         self.settings = dict(spacing=spacing, standard=standard, unknown=unknown)
         self.places = place_cases([c.manufacturer for c in self.cases], balance, seed)
@@ -249,10 +250,9 @@ def _sample(got, image, valid):
                 case=got.name)
 
 # %% ../../nbs/oct/03_domains.ipynb #d76e99db
-def _firsts(seen, size):
-    "The first slices of those windows that hold a frame that was measured."
-    n = min(size, len(seen))
-    return np.flatnonzero(np.convolve(seen.numpy(), np.ones(n), "valid") > 0)
+def _firsts(seen, size, least=1):
+    "The first slices of those windows with so many frames from the first to the last measured one."
+    return [z for z in range(max(1, len(seen) - size + 1)) if held_extent(seen[z:z + size])[1] >= least]
 
 
 @patch
@@ -260,8 +260,11 @@ def __getitem__(self:OCTDataset, key):
     "A dict of image, valid, spacing, domain, patient, eye and case; raises `CaseFault`."
     if not isinstance(key, tuple): raise UserError(f"item {key!r} needs a seed: ask for ds[place, seed]")
     got, rng = self.loaded(self.places[int(key[0])]), np.random.default_rng(derive_seed(int(key[1]), "cut"))
-    firsts = _firsts(got.seen, self.size[0])
-    start = [int(firsts[rng.integers(len(firsts))])]
+    firsts = _firsts(got.seen, self.size[0], self.least)
+    if not firsts:
+        raise CaseFault(got.name, f"no {self.size[0]} frames in a row span {self.least} of which the outermost hold "
+            "something")
+    start = [firsts[rng.integers(len(firsts))]]
     start += [int(rng.integers(max(1, n - s + 1))) for n, s in zip(got.image.shape[2:], self.size[1:])]
     image, valid = self._cut(got, start)
     if self.vary: image, valid = self.vary(image, valid, int(key[1]))

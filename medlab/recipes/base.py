@@ -343,6 +343,16 @@ def preview(self:Use,
     "One case as it is predicted now, beside what it should be; raises `UserError` where there is no preview."
     raise UserError(f"{type(self).__name__} has no preview: define previews() and preview()")
 
+
+@patch
+def preview_notes(self:Use,
+    model:torch.nn.Module,  # in evaluation mode
+    *choice,  # arguments of one of `previews`
+) -> list:  # of sentences
+    "What is to be said beside the preview of a case, such as which others are like it; the default says nothing."
+    return []
+
+
 # %% ../../nbs/recipes/00_base.ipynb #ab409f18
 @patch
 def example_inputs(self:Use) -> tuple:  # tensors, the arguments of one call; None: a recipe that does not say

@@ -142,6 +142,7 @@ def _prepare(self:Trainer,
     self.batches = BatchLoader(self.recipe, self.device, self.knobs, self.quarantine, self._report)
     self.system = build_system(self.recipe, self.device)
     self.model = self.system.model
+    if self.system.notes: self.info = self.info | dict(notes=[*self.info.get("notes", ()), *self.system.notes])
     self.optimizer = build_optimizer(self.recipe, self.model, self.knobs.lr, self.device)
     self.bindings = outer_bindings(self.recipe, self.model, self.optimizer, self.knobs)
     if given is None: return
@@ -214,7 +215,7 @@ def _introduce(self:Trainer):
 
 # %% ../../nbs/train/10_trainer.ipynb #67c35a6b
 def set_up_notices(
-    info:dict,  # of `Recipe.setup`
+    info:dict,  # of `Recipe.setup`, with the notes of the `System`
 ) -> list:  # of `Notice`
     "What set-up found."
     out = [Notice("quarantine", f"{case} is left out: {reason}", data=dict(case=case)) 

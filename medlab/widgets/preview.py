@@ -96,9 +96,10 @@ class Preview(W.VBox):
         self.run, self.share, self.device = run, share, device
         self.height, self.planes, row = height, planes, W.HBox(_controls(), layout=W.Layout(flex_flow="row wrap"))
         (self.case, self.live, self.now), self.status = row.children[:3], row.children[3]
+        self.notes = W.HTML("")  # below the viewer
         self.viewer = self.weights = self._shown = None  # _shown: version of the weights and case that are on view
         self._clock = Ticker(self, 0.5, "medlab-preview")
-        super().__init__([row], layout=W.Layout(min_width="0", min_height=f"{height + 100}px"))
+        super().__init__([row, self.notes], layout=W.Layout(min_width="0", min_height=f"{height + 100}px"))
         self.case.observe(lambda _: self._clock.wake(), "value")
         self.now.on_click(lambda _: self._clock.wake())
         self._clock.start()
@@ -162,8 +163,10 @@ def _predict(self:Preview):
     self.status.value = "predicting …"
     model, step = self.weights.model()
     choice = self._choices[self.case.value]
-    with torch.no_grad(): columns = self.weights.recipe.preview(model, *choice)
-    self.show(columns)
+    recipe = self.weights.recipe
+    with torch.no_grad(): self.show(recipe.preview(model, *choice))
+    with torch.no_grad(): told = recipe.preview_notes(model, *choice)
+    self.notes.value = "<br>".join(html.escape(str(t)) for t in told)
     return step
 
 # %% ../../nbs/widgets/11_preview.ipynb #0b0b7092
@@ -187,7 +190,7 @@ def _replace(self:Preview, columns):
     if {"prediction", "truth"} <= columns.keys():
         windows = dict(zip(columns, viewer.windows))
         viewer.windows = [windows["truth" if n == "prediction" else n] for n in columns]
-    self.viewer, self.children = viewer, (self.children[0], viewer)
+    self.viewer, self.children = viewer, (self.children[0], viewer, self.notes)
     viewer.tell_all()
     if old: old.close()
 

@@ -262,10 +262,12 @@ def _show(self:Viewer, columns, made):
 # %% ../../nbs/widgets/04_viewer.ipynb #96bd7315
 @patch
 def _cover(self:Viewer, shown):
-    "Draw the labels that a column brought along, in colours that are the same in every column."
+    "Draw the labels that a column brought along, in its colours, or in those that are the same in every column."
     if not (o := shown.over): return
-    colors = {k: COLORS[(k - 1) % len(COLORS)] for k in o.names}
-    self.set_overlay(o.labels, shown.name or "labels", o.names, colors, on=shown.name or None)
+    name, known = shown.name or "labels", [v["name"] for v in self._scene["overlays"]]
+    colors = o.colors or {k: COLORS[(k - 1) % len(COLORS)] for k in o.names}
+    opacity = None if name in known else o.opacity
+    self.set_overlay(o.labels, name, o.names, colors, opacity, shown.name or None)
 
 
 def _named_masks(mask): return mask if isinstance(mask, dict) else {} if mask is None else {"mask": mask}

@@ -1,8 +1,13 @@
 """V-JEPA on volumes from the command line: trained, stopped and resumed to the bit; each planted fault is alarmed or refused, a clean run is quiet.
 """
 import functools
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
+import pydicom
 import pytest
 import tifffile
 import torch
@@ -12,7 +17,7 @@ from medlab import Run, Trainer, recipes
 from medlab.contracts.system import Average
 from medlab.core import UserError
 from medlab.nets.vjepa import Encoder, take
-from medlab.oct.phantoms import write_oct_phantoms
+from medlab.oct.phantoms import write_oct_dicom, write_oct_phantoms
 from medlab.probes.features import FeatureSet
 from medlab.recipes.vjepa3d import VJEPALosses
 from medlab.run.checkpoint import newest_state
@@ -115,6 +120,107 @@ def test_damaged_files_are_in_the_table_and_training_goes_on(tmp_path):
     assert status == 0 and len(Run(tmp_path / "run").meta["data"]["quarantined"]) == 3, err
 
 
+# damaged files
+
+DAMAGES = {"no pixels": "no pixel data", "cut": "pixels damaged", "garbled": "pixels damaged", "header": "header damaged", "constant": "constant", "one frame": "one frame only"}
+
+
+def damage(path, phantom, how):
+    "Damage a file of a phantom."
+    whole = path.read_bytes()
+    if how in ("cut", "garbled", "no pixels"): return write_oct_dicom(phantom, path, damage=how.removeprefix("no "))
+    if how == "header": return path.write_bytes(whole[:140] + bytes(range(256)) * 2 + whole[652:])
+    d, data = pydicom.dcmread(path), phantom.data[:1] if how == "one frame" else np.full_like(phantom.data, 7)
+    if how == "one frame": d.PerFrameFunctionalGroupsSequence = (d.get("PerFrameFunctionalGroupsSequence") or [])[:1]
+    d.file_meta.TransferSyntaxUID, d.NumberOfFrames, d["PixelData"].is_undefined_length = pydicom.uid.ExplicitVRLittleEndian, len(data), False
+    d.PixelData = data.tobytes()
+    d.save_as(path, enforce_file_format=True)
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    "Thirty scans as DICOM: `sound` holds the 24 whole ones, `every` also six damaged, each in another way; and the phantoms of these."
+    root = tmp_path_factory.mktemp("archive")
+    written = write_oct_phantoms(root / "sound", 15, shape=(8, 32, 32))
+    shutil.copytree(root / "sound", root / "every")
+    picked = dict(zip(DAMAGES, np.random.default_rng(0).permutation(len(written))))
+    for how, i in picked.items():
+        path, phantom, _ = written[i]
+        path.unlink()
+        damage(root / "every" / path.relative_to(root / "sound"), phantom, how)
+    return root, {how: written[i][1] for how, i in picked.items()}
+
+
+def on_files(root, name, meanwhile=None, steps=20, **fields):
+    "A run on the files of a folder: (its trainer, how often each manufacturer was drawn); `meanwhile` is done before the first step."
+    t = Trainer(recipes.VJEPA3D(**recipes.VJEPA3D.tiny, val=0.2, test=0.0, **fields), root / name, device="cpu", threads=1, **KNOBS)
+    drawn, prepare = Counter(), t.recipe.prepare
+
+    def counted(batch, *args):
+        drawn.update(batch["domain"])
+        return prepare(batch, *args)
+
+    t.recipe.prepare = counted
+    if meanwhile: meanwhile(t.recipe)
+    with t: t.fit(steps=steps, progress=False)
+    return t, drawn
+
+
+def test_a_fifth_of_the_files_damaged_trains_as_without_them(archive):
+    "Each damaged file is in the table with its reason; the split, the order and so the losses are to the bit those of a run on the sound files alone."
+    root, damaged = archive
+    (every, drawn), (sound, _) = (on_files(root, f"run of {part}", data_root=str(root / part)) for part in ("every", "sound"))
+    losses = [Run(t.path).metrics("loss")["loss"].value for t in (every, sound)]
+    assert len(losses[0]) == 20 and np.array_equal(*losses) and every.info["split"] == sound.info["split"]
+    out = dict(map(tuple, every.info["quarantined"]))
+    assert len(out) == 6 and not sound.info["quarantined"]
+    for how, phantom in damaged.items():
+        name = next(n for n in out if n in (phantom.name, f"{phantom.patient}_{phantom.eye}_{0}"))
+        assert {"no pixel data": "no pixel data", "pixels damaged": "pixels", "header damaged": "damaged DICOM header", "constant": "is constant", "one frame only": "one frame only"}[DAMAGES[how]] in out[name]
+    (table,) = [e.text for e in Run(every.path).events("data") if e.text.startswith("volumes by manufacturer")]
+    head, *rows = [line.split(" | ") for line in table.split("\n")[1:]]
+    counted = {r[0]: {k: v for k, v in zip(head[3:], map(int, r[3:])) if v} for r in rows}
+    wanted = {}
+    for how, phantom in damaged.items():  # a header that says nothing says no manufacturer either
+        wanted.setdefault("unknown" if how == "header" else phantom.manufacturer, Counter())[DAMAGES[how]] += 1
+    assert {m: {k: v for k, v in c.items() if k != "sound"} for m, c in counted.items() if set(c) != {"sound"}} == wanted
+    assert sum(c.get("sound", 0) for c in counted.values()) == 24
+    held = Counter(every.recipe.cases[n].manufacturer for n in every.info["split"]["train"])
+    assert max(held.values()) > 1.5 * min(held.values()) and set(drawn) == set(held)  # the archive is not even, but what is drawn from it is:
+    assert len({*every.recipe.dataset().domains.values()}) == 1 and max(drawn.values()) - min(drawn.values()) <= 6, drawn
+
+
+def test_files_damaged_after_the_check_are_left_out_and_the_loss_is_no_other(archive):
+    "Files that are torn while a run goes on fall out of their batches, and then into quarantine. The order of the samples is another then, so the loss is compared on the same held-out scans with the same masks, within the difference that another seed makes."
+    root, _ = archive
+    shutil.copytree(root / "sound", root / "later")
+    torn = []
+
+    def tear(recipe):
+        torn.extend(recipe.split.train[::5])
+        for n in torn:
+            (path,) = recipe.cases[n].paths
+            path.write_bytes(path.read_bytes()[:-3000])
+
+    later, _ = on_files(root, "run of later", tear, data_root=str(root / "later"), cache_gb=0.0)
+    clean, other = (on_files(root, f"run of seed {k}", data_root=str(root / "sound"), seed=k)[0] for k in (0, 1))
+    scans = clean.recipe.split.shown
+    loss = [np.mean([clean.recipe.score(t.recipe.for_use(t.model.eval(), {k: a.network for k, a in t.system.averages.items()}), n)["loss"] for n in scans]) for t in (clean, other, later)]
+    print("loss of held-out scans: clean %.4f, another seed %.4f, a fifth torn %.4f" % tuple(loss))
+    run = Run(later.path)
+    faults = [e for e in run.events("bad_sample")]
+    assert len(torn) == 4 and len(run.metrics("loss")["loss"].value) == 20 and faults and all(any(n in e.text for n in torn) for e in faults)
+    assert run.events("quarantine") and not Run(clean.path).events("bad_sample")
+    assert abs(loss[2] - loss[0]) < 2 * abs(loss[1] - loss[0]), loss
+
+
+@pytest.mark.skipif(not Path(os.environ.get("MEDLAB_DATA", ""), "dicom").is_dir() or "MEDLAB_DATA" not in os.environ, reason="no folder dicom in MEDLAB_DATA")
+def test_a_ct_of_single_frames_is_one_volume(tmp_path):
+    data = Path(os.environ["MEDLAB_DATA"], "dicom", "ct_j2k_overlap_noext")
+    status, out, err = said("check", data, "--recipe", "vjepa3d", "--debug", "--val", 0, "--test", 0)
+    assert status == 0 and "1 case: 1 sound, 0 in quarantine" in out, (out, err)
+
+
 # planted faults, all within 100 steps
 
 def test_a_clean_run_is_quiet(tmp_path):
@@ -214,6 +320,10 @@ BAD = [
     ("--masks random --mask-ratio 0", "mask_ratio=0 is refused"),
     ("--masks random --mask-ratio 0.999", "leave no context"),
     ("--masks tube --mask-ratio 1", "must lie between 0 and 1"),
+    ("--masks tube --mask-ratio 0.95", "hides 16 of 16 places of a volume of (4, 4, 4) tokens; take a ratio of at most 0.937"),
+    ("--masks tube --image-size 8,16,16", "ratio 0.9 hides 4 of 4 places of a volume of (4, 2, 2) tokens; take a ratio of at most 0.749"),
+    ("--masks random --image-size 2,8,8", "leave no context"),
+    ("--image-size 2,8,16", "hide all of a volume of (1, 1, 2) tokens; take fewer or smaller blocks"),
     ("--mask-ratio 0.5", "mask_ratio=0.5 is nothing that masks='blocks' have"),
     ("--dense-weight 0.5", "start a run with dense=True"),
     ("--teacher-start 1", "keeps the teacher as it was"),
@@ -228,6 +338,24 @@ BAD = [
 def test_what_cannot_work_is_refused_before_anything_is_written(scans, tmp_path, options, words):
     is_mistake(said("train", "vjepa3d", "--debug", "--run", tmp_path / "run", "--steps", 1, *options.replace("{root}", str(scans)).split()), words)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("options", ["--masks tube --mask-ratio 0.937", "--masks tube --image-size 8,16,16 --mask-ratio 0.749", "--masks random --image-size 2,8,16 --mask-ratio 0.49", "--image-size 2,16,16"])
+def test_the_neighbours_of_impossible_masks_train(scans, tmp_path, options):
+    status, out, err = said("train", "vjepa3d", "--data-root", scans / "data", *OPTIONS, "--run", tmp_path / "run", "--steps", 1, *options.split())
+    assert status == 0 and "done at step 1" in out, (out, err)
+
+
+def test_public_weights_say_what_became_of_them(tmp_path):
+    found = Encoder((1, 8, 8), dim=48, depth=2, heads=2, channels=3).state_dict() | dict(pos_embed=torch.zeros(1, 64, 48))
+    torch.save(dict(target_encoder=found), tmp_path / "public.pt")
+    line = ("train", "vjepa3d", *OPTIONS, "--run", tmp_path / "run", "--weights", tmp_path / "public.pt")
+    status, out, err = said(*line, "--steps", 1)
+    told = f"the encoder begins with public.pt: loaded {len(found) - 2} of {len(found)} tensors; inflated patch_embed.proj.weight: (48, 3, 1, 8, 8) → (48, 1, 2, 8, 8); left pos_embed"
+    assert status == 0 and told in out, (out, err)
+    status, out, err = said("train", "--resume", tmp_path / "run", "--steps", 2, "--threads", 1)
+    assert status == 0 and told not in out, "a run that goes on has weights of its own"
+    assert [e.step for e in Run(tmp_path / "run").events("data") if told in e.text] == [0]
 
 
 def test_one_patient_one_frame_and_volumes_below_a_patch(tmp_path):
