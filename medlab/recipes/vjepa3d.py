@@ -35,7 +35,7 @@ from ..oct.domains import BALANCES, STANDARDS, OCTDataset, OCTVariation, split_o
 from ..oct.files import OCTPhantomCase, faults_by_manufacturer, find_oct, inspect_oct, oct_phantom_cases
 from ..probes.embed import embed_cases
 from ..probes.heads import knn_probe
-from ..probes.tasks import read_labels
+from ..probes.tasks import MatchedLabels, match_labels, read_labels
 from ..step.schedule import DecaySchedule, LRSchedule
 from .base import Recipe, Table
 
@@ -347,7 +347,7 @@ def setup(self:VJEPA3D,
     if bad: notes.append(["warning", f"volumes by manufacturer:\n{table}"])
     if self.split.note: notes.append(["warning", self.split.note])
     self.trained = tuple(sorted({patients[n] for n in self.split.train}))
-    self.known_labels(self.cases.values())
+    notes += [["info", line] for line in self.matched_labels(self.cases.values()).lines]
     return info | dict(quarantined=bad, domains=list(self.domains), trained=list(self.trained), notes=notes)
 
 
@@ -369,23 +369,27 @@ ANSWERS = ("lesion", "texture")  # that phantoms know of themselves
 
 
 @patch
-def known_labels(self:VJEPA3D,
+def matched_labels(self:VJEPA3D,
     cases,  # with name and patient
     file:str=None,  # as the field `labels`; None: that field
     target:str=None,  # as the field `target`; None: that field
-) -> dict:  # name of a case → label; empty: there are no labels
-    "Labels of cases; raises `UserError` where no case has one, and what `read_labels` raises."
+) -> MatchedLabels:  # without any label where no file is named
+    "Labels of cases and who has none; raises `UserError` where nobody has one, and what `read_labels` raises."
     cases, file = list(cases), self.labels if file is None else file
-    if not file: return {}
+    if not file: return MatchedLabels({})
     if file in ANSWERS and all(isinstance(c, OCTPhantomCase) for c in cases):
-        return {c.name: getattr(c, file) for c in cases}
+        return MatchedLabels({c.name: getattr(c, file) for c in cases})
     key, own = read_labels(file, (self.target if target is None else target) or None)
-    found = {c.name: own[n] for c in cases if (n := c.name if key == "case" else c.patient) in own}
-    if found: return found
-    name = "name" if key == "case" else "patient"
-    raise UserError(f"{file} has {len(own)} labels of {key}s ({', '.join([*own][:3])} …), and none is of the scans "
-        f"here ({', '.join([str(getattr(c, name)) for c in cases][:3])} …); names must be the same")
+    return match_labels(file, key, own, cases)
 
+
+@patch
+def known_labels(self:VJEPA3D,
+    cases,  # see `matched_labels`
+    *asked,  # file and target, see `matched_labels`
+) -> dict:  # name of a case → label; empty: there are no labels
+    "The labels alone; raises what `matched_labels` raises."
+    return self.matched_labels(cases, *asked).labels
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #4572045a
 def at_corner(

@@ -87,6 +87,11 @@ def test_features_are_written_and_probed(scans):
     status, out, err = said("probe", scans / "whole", "--labels", scans / "labels.csv", "--probes", "knn", "--csv", scans / "probe.csv", "--threads", 1)
     assert status == 0 and "patients were seen by the encoder" in out and "depth profile" in out, (out, err)
     assert (scans / "probe.csv").read_text().startswith("features,probe,auroc")
+    assert "no label" not in out and "are of no" not in out, "everybody has a partner"
+    few = [p for p in patients if p != patients[-1]]
+    (scans / "few.csv").write_text("patient,grade\n" + "".join(f"{p},{grade[p]}\n" for p in few) + "nobody,1\n")
+    status, out, err = said("probe", scans / "whole", "--labels", scans / "few.csv", "--probes", "knn", "--threads", 1)
+    assert status == 0 and f"2 of 12 scans have no label: {patients[-1]}_L_0, {patients[-1]}_R_0" in out and "1 labels are of no patient that is here: nobody" in out, (out, err)
 
 
 @pytest.mark.parametrize("words,message", [
@@ -96,6 +101,7 @@ def test_features_are_written_and_probed(scans):
     (("probe", "whole"), "no labels to learn from"),
     (("probe", "whole", "--labels", "none.csv"), "none.csv"),
     (("probe", "whole", "--labels", "strangers.csv"), "names must be the same"),
+    (("probe", "whole", "--labels", "misspelt.csv"), "did you mean 'patient-0001_R_0'?"),
     (("probe", "whole", "--labels", "labels.csv", "--probes", "linea"), "linear"),
     (("probe", "whole", "--labels", "labels.csv", "--share", "1.5"), "share=1.5"),
     (("probe", "whole", "--labels", "labels.csv", "--target", "greade"), "grade"),
@@ -103,6 +109,7 @@ def test_features_are_written_and_probed(scans):
 def test_what_cannot_be_embedded_or_probed_is_refused(scans, monkeypatch, words, message):
     monkeypatch.chdir(scans)
     (scans / "strangers.csv").write_text("case,label\na,0\nb,1\n")
+    (scans / "misspelt.csv").write_text("case,label\nPatient-0001_r_0,0\nPatient-0002_r_0,1\n")
     is_mistake(said(*words, "--threads", 1), message)
     assert not (scans / "out.npz").exists()
 
