@@ -84,15 +84,17 @@ class MatchedLabels:
             [f"{m} labels are of no {self.key} that is here: {some_names(self.without_scan)}"] * bool(m)
 
 # %% ../../nbs/probes/01_tasks.ipynb #58b0fdf1
-def _why_none(where, key, own, names, others):
+def _why_none(where, key, own, names, others, column):
     "Why no label finds a scan."
     other = KEYS[1 - KEYS.index(key)]
     if theirs := [n for n in own if n in others]:
-        return f"but {len(theirs)} are names of {other}s, such as {theirs[0]!r}: call the column {other}"
+        remedy = f"call the column {other}" if column else f"name files by {key}s"
+        return f"but {len(theirs)} are names of {other}s, such as {theirs[0]!r}: {remedy}"
     near = next(((n, near) for n in own if (near := _near(n, names))), None)
     hint = f"; {near[0]!r}: did you mean {' or '.join(map(repr, near[1]))}?" if near else ""
+    remedy = f"write the scans' own into {where}" if column else "name files as their scans"
     return f"they begin with {some_names([*own])}, and those of the scans with {some_names(names)}{hint}; names must " \
-        f"be the same, letter by letter: write the scans' own into {where}"
+        f"be the same, letter by letter: {remedy}"
 
 
 def _near(name, names):
@@ -107,6 +109,7 @@ def match_labels(
     key:str,  # "case" or "patient": whose names the labels have
     own,  # name → label
     cases,  # scans, with name and patient
+    column:bool=True,  # the names stand in a column of that key; False: they are names of files
 ) -> MatchedLabels:
     "Give each scan its label by exact name; raises `UserError` where none has one."
     cases, named = list(cases), {"case": lambda c: str(c.name), "patient": lambda c: str(c.patient)}
@@ -114,7 +117,7 @@ def match_labels(
     if not own: raise UserError(f"{where} holds no label; fill in at least two {key}s of each class")
     if not {*own} & {*names}:
         what = f"{where} has {len(own)} labels of {key}s, and none is of the {len(names)} {key}s of the scans here"
-        raise UserError(f"{what}: {_why_none(where, key, own, names, {*others})}")
+        raise UserError(f"{what}: {_why_none(where, key, own, names, {*others}, column)}")
     found = {c.name: own[n] for c in cases if (n := named[key](c)) in own}
     return MatchedLabels(found, key, [c.name for c in cases if c.name not in found], sorted({*own} - {*names}))
 
