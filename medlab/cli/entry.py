@@ -19,8 +19,8 @@ WORDS = dict(  # command → (what its words are, its options)
     predict=(("run", "input", "output"), ("--recipe", "--best", "--device")),
     evaluate=(("run", "data"), ("--cases", "--best", "--beside", "--csv", "--recipe", "--device")),
     embed=(("run", "data", "output"), ("--best", "--tokens", "--student", "--recipe", "--device")),
-    probe=(("run", "data"), ("--labels", "--target", "--probes", "--share", "--seed", "--best", "--csv", "--recipe",
-        "--device")),
+    probe=(("run", "data"), ("--labels", "--masks", "--target", "--probes", "--scratch-steps", "--share", "--seed",
+        "--best", "--csv", "--recipe", "--device")),
     export=(("run", "out"), ("--form", "--weights", "--step", "--overwrite", "--recipe")),
     runs=(("folder",), ()), demo=(("folder",), ("--steps", "--image", "--threads")), lab=(("folder",), ()),
     selftest=(("folder",), ("--minutes", "--device", "--json")))

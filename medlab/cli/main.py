@@ -464,9 +464,13 @@ def probe(
     "Say what a run's frozen encoder knows of labels, beside random weights, greys and a depth profile (vjepa3d)."
     p = _encoder_parser("probe", probe.__doc__, False)
     p.add_argument("--labels", type=str, help="CSV with a column case or patient, and one of labels; of phantoms: "
-        "lesion or texture; default the field labels of the run")
+        "lesion, texture or layers; default the field labels of the run")
+    p.add_argument("--masks", type=str, help="folder of label volumes, each with its scan's name and voxels: NIfTI, "
+        "TIFF, or a folder of PNG; asks for layers by a linear head on tokens")
     p.add_argument("--target", type=str, help="column of the labels; default label, or the only one")
-    p.add_argument("--probes", type=str, default="linear,knn", help="of linear, knn and attentive; default %(default)s")
+    p.add_argument("--probes", type=str, help="of linear, knn and attentive; default linear,knn")
+    p.add_argument("--scratch-steps", type=int, default=0, help="also train the same network on the labels alone, for "
+        "so many steps; default 0: off")
     p.add_argument("--share", type=float, default=0.3, help="of the patients, to be judged by; default %(default)s")
     p.add_argument("--seed", type=int, default=0, help="of the draw of these; default %(default)s")
     p.add_argument("--csv", type=str, help="file to write the rows into, every digit")
@@ -474,8 +478,8 @@ def probe(
     if a.csv: _check_csv(Path(a.csv))
     from medlab.cli.features import probe_run
     with cpu_threads(a.threads):
-        table = probe_run(a.run, a.data, a.labels, a.target, [k for k in a.probes.split(",") if k], a.share, a.seed,
-            a.best, a.device, _named(argv))
+        table = probe_run(a.run, a.data, a.labels, a.target, [k for k in (a.probes or "").split(",") if k], a.share,
+            a.seed, a.best, a.device, _named(argv), masks=a.masks, scratch_steps=a.scratch_steps)
     print(table)
     if a.csv: table.to_csv(a.csv)
     return 0

@@ -87,6 +87,7 @@ class LoadedOCT:
     patient:str
     eye:str  # "R", "L", or "" for unknown
     notes:tuple = ()
+    stored:tuple = ()  # (z, y, x) voxels before it was resampled
 
     @property
     def nbytes(self) -> int: "Bytes of its arrays, for the cache."; return self.image.nbytes + self.seen.nbytes
@@ -151,7 +152,8 @@ def load_oct(
     except UserError as e: raise CaseFault(case.name, str(e)) from e
     now = tuple(float(s * n / m) for s, n, m in zip(scan.spacing, scan.data.shape, size))
     notes = (*scan.notes, *notes)
-    got = LoadedOCT(image, seen[at], now, case.name, case.manufacturer, case.patient, case.eye, notes)
+    got = LoadedOCT(image, seen[at], now, case.name, case.manufacturer, case.patient, case.eye, notes,
+        scan.data.shape)
     return got.standardized(standard)
 
 # %% ../../nbs/oct/03_domains.ipynb #7174f601
@@ -210,12 +212,13 @@ class OCTDataset(torch.utils.data.Dataset):
         vary:OCTVariation=None,  # None: nothing is varied
         cache_bytes:int=1 << 30,  # for loaded scans, per process; 0: none
         least:int=1,  # frames from the first to the last measured one of a sample, such as those of a patch
+        volumes:ByteCache=None,  # kept by name, shared with other datasets of these settings; None: its own
     ):
         self.cases, self.size, self.vary, self.least = list(cases), tuple(size), vary, least
         _refuse_settings(self.cases, self.size, spacing)
         self.settings = dict(spacing=spacing, standard=standard, unknown=unknown)
         self.places = place_cases([c.manufacturer for c in self.cases], balance, seed)
-        self.volumes = ByteCache(cache_bytes)
+        self.volumes = ByteCache(cache_bytes) if volumes is None else volumes
 
 # %% ../../nbs/oct/03_domains.ipynb #56df48cd
 @patch
@@ -233,7 +236,7 @@ def loaded(self:OCTDataset,
     i:int,  # of a case
 ) -> LoadedOCT:
     "A case of the cache; raises `CaseFault`."
-    return self.volumes.get(i, lambda: load_oct(self.cases[i], **self.settings))
+    return self.volumes.get(self.cases[i].name, lambda: load_oct(self.cases[i], **self.settings))
 
 
 @patch

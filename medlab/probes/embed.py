@@ -18,10 +18,10 @@ from .features import FeatureSet, grey_features, profile_features
 POOLS = ("mean", "std", "depth")
 
 
-def _of_scan(case, encoders, size, tokens, plain, standard, settings):
+def _of_scan(case, encoders, size, tokens, plain, read):
     "name → features of a scan; raises `CaseFault`."
-    stored = load_oct(case, **settings, standard="none")
-    got, found = stored.standardized(standard), {}
+    stored, got = read(case)
+    found = {}
     for name, encoder in encoders.items():
         e = embed_volume(encoder, got.image, got.seen, size, tokens=tokens, name=case.name)
         found |= {f"{name} {k}".strip(): getattr(e, k) for k in (*POOLS, *["tokens"] * tokens)}
@@ -30,6 +30,14 @@ def _of_scan(case, encoders, size, tokens, plain, standard, settings):
     return found | greys | {"depth profile": profile_features(got.image, got.seen)}
 
 # %% ../../nbs/probes/04_embed.ipynb #2ea46084
+def _reader(plain, loaded, standard, settings):
+    "function of a case → (scan with its stored greys or None, the same standardized)."
+    if loaded: return lambda case: (None, loaded(case))
+    if not plain: return lambda case: (None, load_oct(case, **settings, standard=standard))
+    both = lambda stored: (stored, stored.standardized(standard))
+    return lambda case: both(load_oct(case, **settings, standard="none"))
+
+
 def embed_cases(
     encoders:dict,  # name → `Encoder` in evaluation mode; the name "" puts none before mean, std and depth
     cases,  # with name, patient, manufacturer, eye and read
@@ -37,13 +45,15 @@ def embed_cases(
     tokens:bool=False,  # keep the tokens of the window in the middle, too
     plain:bool=False,  # also what needs no network: greys, as stored and standardized, and their depth profile
     progress:bool=None,  # a bar on stderr; None: on a terminal
+    loaded=None,  # function of a case → `LoadedOCT`, such as of a cache, without `plain`; None: it is read
     standard:str="z",  # see `load_oct`
     **settings,  # spacing and unknown, see `load_oct`
 ) -> tuple:  # (`FeatureSet`, [(name, reason), …] of the cases that are left out)
     "Features of scans; raises `UserError` where none can be read."
-    kept, made, out = [], [], []
+    if loaded and plain: raise UserError("plain needs the stored greys, which a loaded scan has no more; leave one out")
+    kept, made, out, read = [], [], [], _reader(plain, loaded, standard, settings)
     for case in tqdm(cases, unit="scan", disable=None if progress is None else not progress, leave=False):
-        try: made.append(_of_scan(case, encoders, size, tokens, plain, standard, settings))
+        try: made.append(_of_scan(case, encoders, size, tokens, plain, read))
         except CaseFault as e: out.append((case.name, e.reason))
         else: kept.append(case)
     if not kept: raise UserError("no scan could be read" + "".join(f"; {n}: {why}" for n, why in out[:5]))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WHOSE', 'FORMATS', 'QUANTILES', 'PROFILE', 'PROBES', 'FeatureSet', 'check_features_file', 'grey_features',
-           'profile_features', 'Judged', 'judge', 'auroc_gain']
+           'profile_features', 'Judged', 'judged', 'judge', 'auroc_gain']
 
 # %% ../../nbs/probes/03_features.ipynb #587def22
 import io
@@ -140,6 +140,24 @@ def _in_domains(task, chances):
     of = np.array(task.domains)[task.test]
     for d in sorted({*of.tolist()}): yield f"auroc {d}", macro_auroc(task.labels[task.test][of == d], chances[of == d])
 
+
+def judged(
+    task:ProbeTask,
+    chances,  # (test cases, classes): answers to the cases that the task is judged by
+    name:str,  # of the features, for the table
+    probe:str,  # what answered, for the table
+    seed:int=0,  # of the intervals
+    repeats:int=1000,  # draws of the intervals
+) -> Judged:
+    "The row of some answers."
+    truth, who = task.labels[task.test], [task.patients[i] for i in task.test]
+    row = dict(features=name, probe=probe)
+    for key, score in (("auroc", macro_auroc), ("balanced", balanced_accuracy)):
+        low, high = patient_interval(score, truth, chances, who, repeats, seed)
+        row |= {key: score(truth, chances), f"{key}_low": low, f"{key}_high": high}
+    if len({*task.domains}) > 1: row |= dict(_in_domains(task, chances))
+    return Judged(row, chances)
+
 # %% ../../nbs/probes/03_features.ipynb #1c11b6e6
 def judge(
     task:ProbeTask,
@@ -158,16 +176,12 @@ def judge(
         return PROBES[probe](x[t.train], t.labels[t.train], who, len(t.classes), seed, **choice)
 
     fitted = fit(task)
-    chances, truth, who = fitted.chances(x[task.test]), task.labels[task.test], [task.patients[i] for i in task.test]
-    row = dict(features=name, probe=probe)
-    for key, score in (("auroc", macro_auroc), ("balanced", balanced_accuracy)):
-        low, high = patient_interval(score, truth, chances, who, repeats, seed)
-        row |= {key: score(truth, chances), f"{key}_low": low, f"{key}_high": high}
-    if len({*task.domains}) > 1: row |= dict(_in_domains(task, chances))
+    made = judged(task, fitted.chances(x[task.test]), name, probe, seed, repeats)
     if left_out:
         parts, again = task.leave_domain_out(), lambda t: fit(t, **fitted.choice)
-        row |= {f"without {d}": macro_auroc(t.labels[t.test], again(t).chances(x[t.test])) for d, t in parts}
-    return Judged(row | dict(chosen=fitted.note), chances)
+        made.row |= {f"without {d}": macro_auroc(t.labels[t.test], again(t).chances(x[t.test])) for d, t in parts}
+    made.row["chosen"] = fitted.note
+    return made
 
 # %% ../../nbs/probes/03_features.ipynb #f63d2837
 def auroc_gain(

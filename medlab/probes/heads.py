@@ -192,42 +192,59 @@ def attentive_probe(
 
 # %% ../../nbs/probes/02_heads.ipynb #b6c1907d
 def patch_labels(
-    labels:np.ndarray,  # (z, y, x) int
+    labels:np.ndarray,  # (z, y, x) int, −1 … 32,767
     patch,  # (z, y, x) voxels
-) -> np.ndarray:  # (tokens, voxels of a patch) int64; -1 beyond the volume
+) -> np.ndarray:  # (tokens, voxels of a patch) int16; −1 beyond the volume
     "The label of each voxel of each patch, patches in the order of tokens."
     short = [-n % p for n, p in zip(labels.shape, patch)]
-    padded = np.pad(labels.astype(np.int64), [(0, s) for s in short], constant_values=-1)
+    padded = np.pad(labels.astype(np.int16), [(0, s) for s in short], constant_values=-1)
     (z, y, x), (pz, py, px) = (n // p for n, p in zip(padded.shape, patch)), patch
     return padded.reshape(z, pz, y, py, x, px).transpose(0, 2, 4, 1, 3, 5).reshape(z * y * x, pz * py * px)
 
 # %% ../../nbs/probes/02_heads.ipynb #e4af8398
-def _dense_loss(head, x, labels, voxels):
+def _dense_loss(head, x, labels):
     "Cross entropy over voxels that have a label."
-    made = head(x).unflatten(-1, (voxels, -1)).flatten(0, -2)
-    return nn.functional.cross_entropy(made, labels.flatten(), ignore_index=-1)
+    made = head(x).unflatten(-1, (labels.shape[1], -1)).flatten(0, 1)
+    return nn.functional.cross_entropy(made, labels.flatten().long(), ignore_index=-1)
 
 
+@torch.no_grad()
+def _dense_answers(head, standard, x, voxels, batch):
+    "(n, tokens, voxels) int16 of (n, tokens, dim)."
+    rows = np.asarray(x).reshape(-1, np.shape(x)[-1])
+    of = lambda part: head(standard(part)).unflatten(-1, (voxels, -1)).argmax(-1).to(torch.int16)
+    return torch.cat([of(rows[i:i + batch]) for i in range(0, len(rows), batch)]).numpy().reshape(*x.shape[:2], voxels)
+
+
+def _labelled_tokens(x, labels):
+    "(k, dim) and (k, voxels) of the tokens that have a label; raises `UserError` where none has."
+    x, labels = checked_features(x, len(labels)), np.asarray(labels)
+    known = (labels >= 0).any(2)
+    if not known.any(): raise UserError("no voxel of the cases to learn from has a label; see that masks are not empty")
+    return x[known], torch.from_numpy(labels[known])
+
+# %% ../../nbs/probes/02_heads.ipynb #53633b3b
 def dense_probe(
     x,  # (n, tokens, dim) features to learn from
-    labels,  # (n, tokens, voxels) int of `patch_labels`
+    labels,  # (n, tokens, voxels) int of `patch_labels`; −1: unknown
     classes:int,  # how many there are
     seed:int=0,  # of weights and order
-    steps:int=300,  # updates, of eight cases each
+    steps:int=300,  # updates
     lr:float=1e-2,  # of AdamW, which falls to 0 as a cosine
-) -> Callable:  # function (n, tokens, dim) → (n, tokens, voxels) int
-    "A linear head that labels the voxels of each token; raises `UserError` for bad features."
-    x, labels = checked_features(x, len(labels)), torch.as_tensor(np.asarray(labels))
-    mean, std, voxels = x.mean((0, 1)), x.std((0, 1)) + 1e-6, labels.shape[2]
+    batch:int=128,  # tokens of an update
+) -> Callable:  # function (n, tokens, dim) → (n, tokens, voxels) int16
+    "A linear head that labels the voxels of each token; raises `UserError` for bad features, or without any label."
+    x, labels = _labelled_tokens(x, labels)
+    mean, std, voxels = x.mean(0), x.std(0) + 1e-6, labels.shape[1]
     standard = lambda v: torch.from_numpy((np.asarray(v, np.float32) - mean) / std)
-    with seeded(seed): head = nn.Linear(x.shape[2], voxels * classes)
-    optimizer, g, x = torch.optim.AdamW(head.parameters(), lr), generator(seed, "dense"), standard(x)
+    with seeded(seed): head = nn.Linear(x.shape[1], voxels * classes)
+    optimizer, g = torch.optim.AdamW(head.parameters(), lr), generator(seed, "dense")
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
-        at = torch.randint(len(x), (min(8, len(x)),), generator=g)
-        loss = _dense_loss(head, x[at], labels[at], voxels)
+        at = torch.randint(len(x), (batch,), generator=g)
+        loss = _dense_loss(head, standard(x[at]), labels[at])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         falling.step()
-    return lambda v: head(standard(v)).detach().unflatten(-1, (voxels, classes)).argmax(-1).numpy()
+    return lambda v: _dense_answers(head, standard, v, voxels, batch)

@@ -21,6 +21,7 @@ from ..core import CaseFault, UnknownName, UserError, derive_seed, generator, se
 from ..batches.loading import collate
 from ..contracts.batch import Batch
 from ..contracts.system import Average, System
+from ..data.cache import ByteCache
 from ..data.cases import Report
 from ..data.labels import Overlaid
 from ..data.modalities import held_extent
@@ -37,11 +38,12 @@ from medlab.jepa.pictures import (
 )
 from ..knobs.traits import Real
 from ..nets.vjepa import POSITIONS, SIZES, VJEPANet, Encoder, Predictor, load_public, take, token_grid, token_mask
-from ..oct.domains import BALANCES, STANDARDS, OCTDataset, OCTVariation, split_oct
+from ..oct.domains import BALANCES, STANDARDS, LoadedOCT, OCTDataset, OCTVariation, load_oct, split_oct
 from ..oct.files import OCTPhantomCase, faults_by_manufacturer, find_oct, inspect_oct, oct_phantom_cases
 from ..probes.embed import embed_cases
 from ..probes.heads import knn_probe
-from ..probes.tasks import read_labels
+from ..probes.layers import LabelVolumes, label_tokens
+from ..probes.tasks import MatchedLabels, match_labels, read_labels
 from ..step.schedule import DecaySchedule, LRSchedule
 from .base import Recipe, Table
 
@@ -129,6 +131,7 @@ class VJEPA3D(Recipe):
         self.trained = ()  # patients whose scans are trained on
         self.taken_over = None  # `LoadReport` of public weights
         self.shapes = set()  # (z, y, x) voxels of the scans in which masks were tried
+        self.volumes = ByteCache(int(self.cache_gb * 2**30))  # loaded scans, of all its datasets
         _check_fields(self)
 
     def initial_knobs(self):
@@ -365,6 +368,7 @@ def setup(self:VJEPA3D,
 ) -> dict:
     "Find, check and split the volumes, see `Recipe.setup`."
     cases, bad, table = self._sound()
+    self.volumes = ByteCache(self.volumes.limit)  # names may mean other scans now
     self.cases, self.begun = {c.name: c for c in cases}, split is not None
     patients = {c.name: c.patient for c in cases}
     if not split:
@@ -377,7 +381,7 @@ def setup(self:VJEPA3D,
     if bad: notes.append(["warning", f"volumes by manufacturer:\n{table}"])
     if self.split.note: notes.append(["warning", self.split.note])
     self.trained = tuple(sorted({patients[n] for n in self.split.train}))
-    self.known_labels(self.cases.values())
+    notes += [["info", line] for line in self.matched_labels(self.cases.values()).lines]
     return info | dict(quarantined=bad, domains=list(self.domains), trained=list(self.trained), notes=notes)
 
 
@@ -399,23 +403,27 @@ ANSWERS = ("lesion", "texture")  # that phantoms know of themselves
 
 
 @patch
-def known_labels(self:VJEPA3D,
+def matched_labels(self:VJEPA3D,
     cases,  # with name and patient
     file:str=None,  # as the field `labels`; None: that field
     target:str=None,  # as the field `target`; None: that field
-) -> dict:  # name of a case → label; empty: there are no labels
-    "Labels of cases; raises `UserError` where no case has one, and what `read_labels` raises."
+) -> MatchedLabels:  # without any label where no file is named
+    "Labels of cases and who has none; raises `UserError` where nobody has one, and what `read_labels` raises."
     cases, file = list(cases), self.labels if file is None else file
-    if not file: return {}
+    if not file: return MatchedLabels({})
     if file in ANSWERS and all(isinstance(c, OCTPhantomCase) for c in cases):
-        return {c.name: getattr(c, file) for c in cases}
+        return MatchedLabels({c.name: getattr(c, file) for c in cases})
     key, own = read_labels(file, (self.target if target is None else target) or None)
-    found = {c.name: own[n] for c in cases if (n := c.name if key == "case" else c.patient) in own}
-    if found: return found
-    name = "name" if key == "case" else "patient"
-    raise UserError(f"{file} has {len(own)} labels of {key}s ({', '.join([*own][:3])} …), and none is of the scans "
-        f"here ({', '.join([str(getattr(c, name)) for c in cases][:3])} …); names must be the same")
+    return match_labels(file, key, own, cases)
 
+
+@patch
+def known_labels(self:VJEPA3D,
+    cases,  # see `matched_labels`
+    *asked,  # file and target, see `matched_labels`
+) -> dict:  # name of a case → label; empty: there are no labels
+    "The labels alone; raises what `matched_labels` raises."
+    return self.matched_labels(cases, *asked).labels
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #4572045a
 def at_corner(
@@ -449,14 +457,36 @@ class CornerDataset(OCTDataset):
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #3622d0ca
 @patch
-def data(self:VJEPA3D,
-    names,  # of cases
+def reading(self:VJEPA3D) -> dict:
+    "How scans are read, see `load_oct`."
+    return dict(spacing=self.spacing, standard=self.standard, unknown=self.unknown)
+
+
+@patch
+def loaded(self:VJEPA3D,
+    case,  # one of the run's
+) -> LoadedOCT:
+    "A scan ready to be cut, kept up to `cache_gb` for all who ask; raises `CaseFault`."
+    return self.volumes.get(case.name, lambda: load_oct(case, **self.reading()))
+
+
+@patch
+def data_of(self:VJEPA3D,
+    cases,  # of the run, or of `find`
     vary:OCTVariation=None,  # None: nothing is varied
 ) -> CornerDataset:
-    "A dataset of some of the volumes."
-    options = dict(balance=self.domain_balance, seed=self.seed, spacing=self.spacing, standard=self.standard)
-    return CornerDataset([self.cases[n] for n in names], self.image_size, self.patch, **options, unknown=self.unknown,
-        vary=vary, cache_bytes=int(self.cache_gb * 2**30))
+    "A dataset of cases, which shares its loaded scans with the recipe's others."
+    return CornerDataset(cases, self.image_size, self.patch, balance=self.domain_balance, seed=self.seed, vary=vary,
+        volumes=self.volumes, **self.reading())
+
+
+@patch
+def data(self:VJEPA3D,
+    names,  # of cases
+    vary:OCTVariation=None,  # see `data_of`
+) -> CornerDataset:
+    "A dataset of some of the run's volumes."
+    return self.data_of([self.cases[n] for n in names], vary)
 
 
 @patch
@@ -716,11 +746,21 @@ def fresh_encoder(self:VJEPA3D) -> Encoder:
 def embed(self:VJEPA3D,
     encoders:dict,  # name → `Encoder` in evaluation mode
     cases,  # of `find`, or of the run
-    **options,  # tokens, plain and progress, see `embed_cases`
+    **options,  # tokens, plain, progress and loaded, see `embed_cases`
 ) -> tuple:  # (`FeatureSet`, [(name, reason), …])
     "Features of scans, read as for training; raises `UserError` where none can be read."
-    settings = dict(spacing=self.spacing, standard=self.standard, unknown=self.unknown)
-    return embed_cases(encoders, list(cases), self.image_size, **options, **settings)
+    return embed_cases(encoders, list(cases), self.image_size, **options, **self.reading())
+
+
+@patch
+def label_tokens(self:VJEPA3D,
+    encoders:dict,  # name → `Encoder` in evaluation mode
+    cases,  # that have labels
+    volumes:LabelVolumes,
+    progress:bool=None,  # see `label_tokens`
+) -> tuple:  # (`TokenSet`, [(name, reason), …])
+    "Tokens of scans and the labels of their voxels; raises `UserError` where none can be read."
+    return label_tokens(encoders, list(cases), volumes, self.image_size, self.patch, progress, **self.reading())
 
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #f8cc6509
@@ -739,7 +779,8 @@ def vote(self:VJEPA3D,
     classes = sorted({labels[n] for n in own})
     asked = [n for n in asked if labels[n] in classes]
     if len(classes) < 2 or not asked: return {}
-    found, _ = self.embed({"": encoder}, [self.cases[n] for n in (*own, *asked)], progress=False)
+    found, _ = self.embed({"": encoder}, [self.cases[n] for n in (*own, *asked)], progress=False,
+        loaded=self.loaded)
     at, x = {n: i for i, n in enumerate(found.cases)}, found.values["mean"]
     own, asked = ([n for n in part if n in at] for part in (own, asked))
     probe = knn_probe(x[[at[n] for n in own]], [classes.index(labels[n]) for n in own], None, len(classes))

@@ -92,6 +92,27 @@ def test_features_are_written_and_probed(scans):
     status, out, err = said("probe", scans / "whole", "--labels", scans / "labels.csv", "--probes", "knn", "--csv", scans / "probe.csv", "--threads", 1)
     assert status == 0 and "patients were seen by the encoder" in out and "depth profile" in out, (out, err)
     assert (scans / "probe.csv").read_text().startswith("features,probe,auroc")
+    assert "no label" not in out and "are of no" not in out, "everybody has a partner"
+    few = [p for p in patients if p != patients[-1]]
+    (scans / "few.csv").write_text("patient,grade\n" + "".join(f"{p},{grade[p]}\n" for p in few) + "nobody,1\n")
+    status, out, err = said("probe", scans / "whole", "--labels", scans / "few.csv", "--probes", "knn", "--threads", 1)
+    assert status == 0 and f"2 of 12 scans have no label: {patients[-1]}_L_0, {patients[-1]}_R_0" in out and "1 labels are of no patient that is here: nobody" in out, (out, err)
+
+
+def test_layers_and_the_same_network_from_scratch(tmp_path, monkeypatch):
+    from medlab.probes import layers
+    monkeypatch.setattr(layers, "dense_probe", functools.partial(layers.dense_probe, batch=32))
+    from medlab.cli import features
+    monkeypatch.setattr(features, "probe_run", functools.partial(features.probe_run, layer_steps=30, repeats=50))
+    trained(tmp_path / "run", recipes.VJEPA3D(**recipes.VJEPA3D.tiny | dict(phantoms=12)), steps=2)
+    status, out, err = said("probe", tmp_path / "run", "--labels", "layers", "--csv", tmp_path / "layers.csv", "--threads", 1)
+    rows = (tmp_path / "layers.csv").read_text().splitlines()
+    assert status == 0 and rows[0] == "features,layer,dice,dice_low,dice_high,share" and len(rows) == 1 + 4 * 12, (out, err)
+    assert "random: tokens" in out and "greys and place" in out and "layers, trained: tokens − random: tokens: " in out
+    before = newest_state(tmp_path / "run")[0]["model"]
+    status, out, err = said("probe", tmp_path / "run", "--labels", "lesion", "--probes", "knn", "--scratch-steps", 3, "--threads", 1)
+    assert status == 0 and "scratch: mean" in out and "from scratch: 3 steps of 8 samples" in err, (out, err)
+    assert all(torch.equal(v, before[k]) for k, v in newest_state(tmp_path / "run")[0]["model"].items()), "the run's own weights stay"
 
 
 @pytest.mark.parametrize("words,message", [
@@ -101,13 +122,19 @@ def test_features_are_written_and_probed(scans):
     (("probe", "whole"), "no labels to learn from"),
     (("probe", "whole", "--labels", "none.csv"), "none.csv"),
     (("probe", "whole", "--labels", "strangers.csv"), "names must be the same"),
+    (("probe", "whole", "--labels", "misspelt.csv"), "did you mean 'patient-0001_R_0'?"),
     (("probe", "whole", "--labels", "labels.csv", "--probes", "linea"), "linear"),
+    (("probe", "whole", "--labels", "labels.csv", "--scratch-steps", "-1"), "must be 0 (off) or more"),
+    (("probe", "whole", "--labels", "layers"), "are known of phantoms alone"),
+    (("probe", "whole", "--masks", "nowhere"), "nowhere is no folder"),
+    (("probe", "whole", "--masks", "nowhere", "--labels", "labels.csv"), "are two questions"),
     (("probe", "whole", "--labels", "labels.csv", "--share", "1.5"), "share=1.5"),
     (("probe", "whole", "--labels", "labels.csv", "--target", "greade"), "grade"),
 ])
 def test_what_cannot_be_embedded_or_probed_is_refused(scans, monkeypatch, words, message):
     monkeypatch.chdir(scans)
     (scans / "strangers.csv").write_text("case,label\na,0\nb,1\n")
+    (scans / "misspelt.csv").write_text("case,label\nPatient-0001_r_0,0\nPatient-0002_r_0,1\n")
     is_mistake(said(*words, "--threads", 1), message)
     assert not (scans / "out.npz").exists()
 
