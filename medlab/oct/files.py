@@ -18,11 +18,11 @@ import numpy as np
 from fastcore.basics import patch
 from pydicom.uid import UID
 
+from ..cohort.identity import patient_of, without_visit
 from ..core import UnknownName, UserError
 from ..data.cases import Check, _folders, _html_row, _rename_doubles, inspect_each
 from ..data.dicom import is_dicom
 from ..data.images import NIFTI, RASTER, TIFF, file_stem, is_volume
-from ..data.split import patient_of
 from ..data.volume import _refuse_nonfinite, read_volume
 from .phantoms import EYES, VENDORS, OCTPhantom, _cohort, _drawn, oct_phantom
 from .scans import (MAKERS, UNKNOWN, VENDOR_FILES, OCTScan, domain_of, eye_of, header_facts, natural,
@@ -136,7 +136,8 @@ def _by_place(parts, name):
     m = _SIDE.search(name)
     eye = eye_of(m[1]) if m else next((e for p in parts if (e := eye_of(p))), "")
     before = name[:m.start()].strip("-_. ") if m else ""
-    return before or (folders[0] if folders else patient_of(name)), eye, maker
+    told = [*filter(without_visit, (before, *folders)), name]  # of which a visit alone says nothing
+    return patient_of(told[0]), eye, maker
 
 
 def _case(root, paths, kind, name, facts=("", "", ""), **more):

@@ -19,6 +19,7 @@ from traitlets import Int
 
 from ..core import CaseFault, UnknownName, UserError, derive_seed, generator, seeded, strict
 from ..batches.loading import collate
+from ..cohort.identity import patient_of, with_patients
 from ..contracts.batch import Batch
 from ..contracts.system import Average, System
 from ..data.cache import ByteCache
@@ -311,7 +312,8 @@ def _checked(self:VJEPA3D, check):
 def _look(self:VJEPA3D):
     "The `Check` of every volume, or of the first phantoms."
     if not self.data_root: return [self._checked(c) for c in inspect_oct(self.phantom_cases()[:2])]
-    return [self._checked(c) for c in inspect_oct(find_oct(self.data_root)[:self.limit or None])]
+    cases = with_patients(find_oct(self.data_root)[:self.limit or None], self.patient)
+    return [self._checked(c) for c in inspect_oct(cases)]
 
 
 @patch
@@ -374,7 +376,7 @@ def setup(self:VJEPA3D,
     if not split:
         _refuse_one_patient(self, cases)
         split = split_oct(cases, self.seed, val=self.val, test=self.test)
-    info = self.divide(patients, split, group=lambda n: patients.get(n, n))
+    info = self.divide(patients, split, group=lambda n: "" if patients[n] == patient_of(n) else patients[n])
     _refuse_shared_patients(self.split, patients)
     self.domains = tuple(sorted({self.cases[n].manufacturer for n in self.split.train}))
     notes = [["info", self._about_domains()], *self.plan().levels]
