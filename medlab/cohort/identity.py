@@ -111,12 +111,12 @@ def _own_rule(rule):
     "The function of a name that a regular expression makes."
     try: pattern = re.compile(rule)
     except re.error as e:
-        raise UserError(f"patient={rule!r} is no regular expression ({e}); such as 'P\\d+', or '(\\d+)_scan'") from e
+        raise UserError(f"patient_rule={rule!r}: no regular expression ({e}); such as 'P\\d+', or '(\\d+)_scan'") from e
 
     def own(name):
         "(patient, rule) of a name."
         if m := pattern.search(name): return (m[1] if pattern.groups else m[0]) or m[0], f"{rule!r}"
-        raise UserError(f"patient={rule!r} matches nothing in {name!r}; every case needs a patient: widen it, such as "
+        raise UserError(f"patient_rule={rule!r} matches nothing in {name!r}; each needs a patient: widen it, such as "
                         f"'{rule}|.*'")
     return own
 

@@ -473,7 +473,7 @@ class Recipe(Use):
     batch_size:int = 2  # samples per micro-batch, ≥ 1
     workers:int = 0  # loading processes, ≥ 0; 0: the training thread loads
     optimizer:str = "AdamW"  # a class of torch.optim, such as AdamW, Adam or SGD
-    patient:str = ""  # regular expression, whose first group in a case's name is the patient; "": by BIDS, visits …
+    patient_rule:str = ""  # regular expression, whose first group in a name is the patient; "": by BIDS, visits …
 
     Knobs = Knobs
     tiny = {}  # values of fields for `--debug`: seconds to the first step
@@ -586,7 +586,7 @@ def divide(self:Recipe,
     there is none."""
     names = list(map(str, names))
     if not names: raise UserError(self._no_case())
-    patients = patients_of(names, self.patient, {n: group(n) for n in names} if group else None)
+    patients = patients_of(names, self.patient_rule, {n: group(n) for n in names} if group else None)
     whose = patients.of.__getitem__
     if not split: drawn = split_cases(names, self.seed, val, test, whose)
     else: drawn = split if isinstance(split, Split) else Split(**split)

@@ -234,7 +234,7 @@ def _phantoms(self:SliceInterpolation):
 def _look(self:SliceInterpolation):
     "The `Check` of every case, or of the first phantoms."
     if not self.data_root: return inspect_slices(self._phantoms()[:2], **self._profile())
-    cases = with_patients(find_slices(self.data_root, self.factor)[:self.limit or None], self.patient)
+    cases = with_patients(find_slices(self.data_root, self.factor)[:self.limit or None], self.patient_rule)
     return inspect_slices(cases, **self._profile())
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #5bf9f08d

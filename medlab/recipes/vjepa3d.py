@@ -312,7 +312,7 @@ def _checked(self:VJEPA3D, check):
 def _look(self:VJEPA3D):
     "The `Check` of every volume, or of the first phantoms."
     if not self.data_root: return [self._checked(c) for c in inspect_oct(self.phantom_cases()[:2])]
-    cases = with_patients(find_oct(self.data_root)[:self.limit or None], self.patient)
+    cases = with_patients(find_oct(self.data_root)[:self.limit or None], self.patient_rule)
     return [self._checked(c) for c in inspect_oct(cases)]
 
 
