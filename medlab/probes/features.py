@@ -150,7 +150,7 @@ def judged(
     repeats:int=1000,  # draws of the intervals
 ) -> Judged:
     "The row of some answers."
-    truth, who = task.labels[task.test], [task.patients[i] for i in task.test]
+    truth, who = task.labels[task.test], task.whose(task.test)
     row = dict(features=name, probe=probe)
     for key, score in (("auroc", macro_auroc), ("balanced", balanced_accuracy)):
         low, high = patient_interval(score, truth, chances, who, repeats, seed)
@@ -172,7 +172,7 @@ def judge(
     if probe not in PROBES: raise UnknownName("probe", probe, PROBES)
     def fit(t, **choice):
         "The probe of a task."
-        who = [t.patients[i] for i in t.train]
+        who = t.whose(t.train)
         return PROBES[probe](x[t.train], t.labels[t.train], who, len(t.classes), seed, **choice)
 
     fitted = fit(task)
@@ -192,7 +192,7 @@ def auroc_gain(
     seed:int=0,  # of the draws
 ) -> tuple:  # (difference of the AUROC, low, high)
     "By how much one probe's AUROC is above another's, with a 95 % interval over patients, drawn for both alike."
-    n, who = ours.chances.shape[1], [task.patients[i] for i in task.test]
+    n, who = ours.chances.shape[1], task.whose(task.test)
     both, truth = np.concatenate([ours.chances, theirs.chances], 1), task.labels[task.test]
     gain = lambda y, c, w: macro_auroc(y, c[:, :n], w) - macro_auroc(y, c[:, n:], w)
     return gain(truth, both, None), *patient_interval(gain, truth, both, who, repeats, seed)

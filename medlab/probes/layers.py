@@ -214,7 +214,7 @@ def judge_layers(
     x, labels, n = found.values[name], found.labels, len(found.classes)
     head = dense_probe(x[task.train], labels[task.train], n, seed, **options)
     pairs = zip(head(x[task.test]), labels[task.test])
-    counts, who = np.stack([dice_counts(m, t, n) for m, t in pairs]), [task.patients[i] for i in task.test]
+    counts, who = np.stack([dice_counts(m, t, n) for m, t in pairs]), task.whose(task.test)
     interval = lambda score: patient_interval(lambda c, _, w: score(c, w), counts, None, who, repeats, seed)
     row = lambda layer, dice, ends, share: dict(features=name, layer=layer, dice=float(dice), dice_low=ends[0],
         dice_high=ends[1], share=float(share))
@@ -234,6 +234,6 @@ def dice_gain(
 ) -> tuple:  # (difference of the mean Dice, low, high)
     "By how much one head's mean Dice is above another's, with a 95 % interval over patients, drawn for both alike."
     gain = lambda a, b, w: mean_dice(a, w) - mean_dice(b, w)
-    who = [task.patients[i] for i in task.test]
+    who = task.whose(task.test)
     a, b = ours.counts, theirs.counts
     return gain(a, b, None), *patient_interval(gain, a, b, who, repeats, seed)

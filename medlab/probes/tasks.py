@@ -137,12 +137,15 @@ class ProbeTask:
     def __str__(self):
         counted = lambda at: sorted(Counter(self.labels[at].tolist()).items())
         count = lambda at: ", ".join(f"{self.classes[k]} {n}" for k, n in counted(at))
-        people = lambda at: len({self.patients[i] for i in at})
+        people = lambda at: len({*self.whose(at)})
         parts = [f"{what} {len(at)} cases of {people(at)} patients ({count(at)})"
             for what, at in (("learns from", self.train), ("is judged by", self.test))]
         return "\n".join(["; ".join(parts), *self.notes])
 
     __repr__ = __str__
+
+    def whose(self, at) -> list: "The patient of each case of `train` or `test`."; return [self.patients[i] for i in at]
+
 
 # %% ../../nbs/probes/01_tasks.ipynb #e95371a2
 def _own_label(labels, patients):
