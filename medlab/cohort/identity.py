@@ -98,12 +98,13 @@ class Patients:
 def patients_of(
     names,  # of cases
     rule:str="",  # regular expression, whose first group, or whole match, is the patient; "": see `identity`
-    known:dict=None,  # name → patient, of cases whose list or header says it; None: none
+    known:dict=None,  # name → patient, as a list, a header or a recipe says it; "" and None: the name alone says it
 ) -> Patients:
     "Whose scans they are; raises `UserError` for an expression that is none, or that does not match a name."
     names, known = list(names), known or {}
     own = _own_rule(rule) if rule else None
-    found = {n: own(n) if own else (known[n], "given") if known.get(n) else identity(n) for n in names}
+    found = {n: own(n) if own else identity(n) for n in names}
+    if not own: found |= {n: (p, "given") for n in names if (p := known.get(n)) and p != found[n][0]}
     return Patients({n: p for n, (p, _) in found.items()}, {n: r for n, (_, r) in found.items()})
 
 
@@ -126,6 +127,7 @@ def with_patients(
     rule:str,  # see `patients_of`; "": they stay as they are
 ) -> list:
     "Cases whose patients are what a regular expression finds in their names; raises what `patients_of` raises."
-    of = patients_of([c.name for c in cases], rule).of if rule else {}
-    return [replace(c, patient=of.get(c.name, c.patient)) for c in cases]
+    if not rule: return list(cases)
+    of = patients_of([c.name for c in cases], rule).of
+    return [replace(c, patient=of[c.name]) for c in cases]
 

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 
 from ..core import CaseFault, UnknownName, UserError, derive_seed, generator
 from ..data.cache import ByteCache
-from ..data.modalities import cut_patch, held_extent
+from ..data.modalities import cut_patch
 from ..data.split import Split, split_cases
 from ..data.volume import _smoothed
 from .phantoms import _speckle
@@ -255,7 +255,9 @@ def _sample(got, image, valid):
 # %% ../../nbs/oct/03_domains.ipynb #d76e99db
 def _firsts(seen, size, least=1):
     "The first slices of those windows with so many frames from the first to the last measured one."
-    return [z for z in range(max(1, len(seen) - size + 1)) if held_extent(seen[z:z + size])[1] >= least]
+    held = np.lib.stride_tricks.sliding_window_view(np.asarray(seen, bool), min(size, len(seen)))
+    span = held.shape[1] - held.argmax(1) - held[:, ::-1].argmax(1)  # from the first to the last, where there is any
+    return np.flatnonzero(held.any(1) & (span >= least)).tolist()
 
 
 @patch

@@ -19,7 +19,6 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ..core import CaseFault, UnknownName, UserError, derive_seed, generator, strict
-from ..cohort.identity import patient_of, with_patients
 from ..contracts.system import System
 from ..data.cases import Report
 from ..data.images import is_volume
@@ -234,8 +233,7 @@ def _phantoms(self:SliceInterpolation):
 def _look(self:SliceInterpolation):
     "The `Check` of every case, or of the first phantoms."
     if not self.data_root: return inspect_slices(self._phantoms()[:2], **self._profile())
-    cases = with_patients(find_slices(self.data_root, self.factor)[:self.limit or None], self.patient_rule)
-    return inspect_slices(cases, **self._profile())
+    return inspect_slices(find_slices(self.data_root, self.factor)[:self.limit or None], **self._profile())
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #5bf9f08d
 @patch
@@ -259,8 +257,7 @@ def _divided(self:SliceInterpolation, split):
     "Cases, split and codec, as `setup` stores them."
     cases, self.shapes, bad = self._sound()
     self.cases = {c.name: c for c in cases}
-    told = {c.name: c.patient for c in cases if c.patient != patient_of(c.name)}
-    info = self.divide(self.cases, split, self.val, self.test, lambda n: told.get(n, ""))
+    info = self.divide(self.cases, split, self.val, self.test, lambda n: self.cases[n].patient)
     if self.codec == "pca": self._fit_components()
     self.latent_codec()
     return info | dict(quarantined=bad, codec=self._stored_codec())

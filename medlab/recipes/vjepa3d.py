@@ -19,7 +19,7 @@ from traitlets import Int
 
 from ..core import CaseFault, UnknownName, UserError, derive_seed, generator, seeded, strict
 from ..batches.loading import collate
-from ..cohort.identity import patient_of, with_patients
+from ..cohort.identity import with_patients
 from ..contracts.batch import Batch
 from ..contracts.system import Average, System
 from ..data.cache import ByteCache
@@ -376,7 +376,7 @@ def setup(self:VJEPA3D,
     if not split:
         _refuse_one_patient(self, cases)
         split = split_oct(cases, self.seed, val=self.val, test=self.test)
-    info = self.divide(patients, split, group=lambda n: "" if patients[n] == patient_of(n) else patients[n])
+    info = self.divide(patients, split, group=patients.__getitem__)
     _refuse_shared_patients(self.split, patients)
     self.domains = tuple(sorted({self.cases[n].manufacturer for n in self.split.train}))
     notes = [["info", self._about_domains()], *self.plan().levels]

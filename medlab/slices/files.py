@@ -368,9 +368,10 @@ def _sharing(parts):
 
 def _empty(root, scans):
     "Folders of patients that hold no volume, as cases that say so."
+    if not scans: return
     used = {s.path.relative_to(root).parts[0] for s in scans if s.path != root}
     for folder in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")):
-        if not scans or folder.name in used or not _bare(folder.name): continue
+        if folder.name in used or not _bare(folder.name): continue
         there = [p.name for _, files in _folders(folder) for p in files]
         what = f"{len(there)} other file{'s' * (len(there) > 1)}, such as {there[0]}" if there else "no file at all"
         yield SliceCase(folder.name, folder, fault=f"holds no volume ({what}); copy its scans again, or remove it")
