@@ -536,7 +536,9 @@ def runs(argv) -> int:
     if there and not found: return 2
     if not found:
         raise UserError(f"no run below {str(root)!r}; medlab train makes one, medlab runs FOLDER looks elsewhere")
-    for run in found: print(_run_line(run))
+    for run in found:
+        try: print(_run_line(run))
+        except UserError as e: print(f"medlab: {e}", file=sys.stderr)
     return 0
 
 # %% ../../nbs/cli/08_main.ipynb #1b2a4684

@@ -16,9 +16,9 @@ import typing
 from pathlib import Path
 
 import jsonargparse
-import yaml
 
 from ..core import UnknownName, UserError, nearest
+from ..intake import texts
 from ..knobs.traits import rule
 from ..run.older_names import current_name
 
@@ -151,23 +151,13 @@ def train_parser(
     return p
 
 # %% ../../nbs/cli/00_options.ipynb #e8818a92
-def _load_yaml(path):
-    "What a YAML file holds; raises `UserError` for what cannot be read, or is no keys and values."
-    try: found = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from e
-    except yaml.YAMLError as e: raise UserError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
-    if isinstance(found, dict): return found
-    raise UserError(f"{path} must hold keys and values, such as 'lr: 2e-4'; it holds a {type(found).__name__}")
-
-
 def read_yaml(
     path,  # file
     cls:type,  # the recipe
 ) -> dict:
     "Keys and values of a YAML file; raises `UserError` for what cannot be read and `UnknownName` for an unknown key."
     known, out = known_keys(cls), {}
-    for written, value in _load_yaml(path).items():
+    for written, value in texts.read_yaml(path).items():
         key = current_name(written, known)
         if key not in known:
             raise UnknownName(f"key in {Path(path).name}", str(key), known, cls.Knobs.answers.get(key, ""))

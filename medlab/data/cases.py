@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from ..cohort.identity import without_visit
 from ..core import UnknownName, UserError
+from ..intake.opened import lies_there
 from .volume import Volume, brain_range, read_volume, same_grid
 from ..phantoms import MODALITIES, brain
 
@@ -179,7 +180,7 @@ def find_cases(
     "Find the cases below a folder; raises `UserError` that says what was looked for and what lies there."
     root = Path(root).expanduser()
     if names is not None: _check_names(names)
-    if not root.exists(): raise UserError(f"{root} does not exist; give a folder of cases")
+    if not lies_there(root): raise UserError(f"{root} does not exist; give a folder of cases")
     top, only = (root, None) if root.is_dir() else (root.parent, root)
     cases, folders, seen = [], [], []
     for folder, files in _folders(top) if only is None else [(top, [root])]:

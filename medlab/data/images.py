@@ -19,8 +19,9 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 
 from ..core import UserError
+from ..intake.opened import read_whole, reading, size_of, within
 from .dicom import is_dicom, read_dicom
-from .volume import Volume, _read_bytes, _write_whole, read_volume, write_volume
+from .volume import Volume, _write_whole, read_volume, write_volume
 
 # %% ../../nbs/data/02_images.ipynb #6e3e3eca
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,6 +98,7 @@ def _by_tifffile(path, raw):
         pages = len(file.pages)
         if pages > 1:
             raise UserError(f"{path}: holds {pages} pages; one file holds one image: save a volume as NIfTI")
+        within(path, "voxels", file.pages[0].size)
         try: return file.pages[0].asarray()
         except ValueError as e:
             if "imagecodecs" not in str(e): raise
@@ -106,14 +108,10 @@ def _by_tifffile(path, raw):
 def _decoded(path, raw):
     "Pixels (y, x) or (y, x, channels) of an image file."
     decode = _by_tifffile if path.name.lower().endswith(TIFF) else _by_pillow
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
-            return decode(path, raw)
-    except UserError: raise
-    except Exception as e:  # decoders raise whatever a damaged file leads them to
-        why = str(e).partition(" <")[0] or type(e).__name__
-        raise UserError(f"{path}: cannot be decoded ({why}); copy it again from its source, or save it as PNG") from e
+    remedy = "copy it again from its source, or save it as PNG"
+    with reading(path, "cannot be decoded", remedy), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
+        return decode(path, raw)
 
 # %% ../../nbs/data/02_images.ipynb #1fb49f9b
 def _refuse_pixels(path, pixels):
@@ -134,7 +132,7 @@ def read_image(
         raise UserError(f"{path}: images end in {', '.join(RASTER + TIFF)}, volumes in {' or '.join(NIFTI)}, "
                         "or are DICOM "
                         "(a file with the letters DICM behind 128 bytes, or a folder of these)")
-    pixels = _decoded(path, _read_bytes(path))
+    pixels = _decoded(path, read_whole(path))
     _refuse_pixels(path, pixels)
     grey, notes = _grey(path, pixels)
     data = np.ascontiguousarray(grey, np.float32)
@@ -155,7 +153,7 @@ def _reader(path):
     "What reads a volume there; None where there is none."
     path = Path(path)
     if is_volume(path) and not path.is_dir(): return read_volume
-    return read_dicom if path.is_dir() or path.exists() and is_dicom(path) else None
+    return read_dicom if path.is_dir() or size_of(path) >= 0 and is_dicom(path) else None
 
 
 def file_stem(

@@ -6,8 +6,7 @@
 __all__ = ['FOLDERS', 'SPLITS', 'LabelledCase', 'LabelledPhantom', 'Found', 'find_labelled']
 
 # %% ../../nbs/data/11_label_files.ipynb #2dfbce3f
-import csv
-import json
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,8 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core import UnknownName, UserError
+from ..intake.opened import lies_there
+from ..intake.texts import read_csv, read_json
 from .cases import phantom_name
 from .dicom import is_dicom
 from .images import NIFTI, file_stem, is_volume, read_scan
@@ -151,15 +152,10 @@ def _in_folders(images, labels):
 SPLITS = ("train", "val", "test")
 
 
-def _json(path):
-    try: return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e: raise UserError(f"{path}: is no valid JSON ({e})") from e
-
-
 def _paths(folder, text):
     "Paths that an entry means: itself, or nnU-Net's channels of it."
     p = folder / str(text).strip()
-    if p.exists() or not p.parent.is_dir(): return [p]
+    if os.path.exists(p) or not p.parent.is_dir(): return [p]
     return sorted(p.parent.glob(f"{file_stem(p)}_[0-9][0-9][0-9][0-9].nii.gz")) or [p]
 
 # %% ../../nbs/data/11_label_files.ipynb #f40cf8bd
@@ -168,7 +164,6 @@ def _refuse_row(path, i, row):
     odd = row.keys() - {"image", "label", "case", "split", "fold", None} if isinstance(row, dict) else ()
     if odd:
         first = sorted(odd)[0]
-        if ";" in first: raise UserError(f"{path}: its columns are separated by ';'; use commas")
         raise UnknownName(f"column in {path.name}", first, ("image", "label", "case", "split"))
     if not isinstance(row, dict) or not row.get("image"):
         raise UserError(f"{path}: entry {i} has no image; every entry needs image and label, such as "
@@ -210,9 +205,8 @@ def _entries(path, rows):
 # %% ../../nbs/data/11_label_files.ipynb #5b44909e
 def _rows(path):
     "(rows, what a dataset.json holds beside them)"
-    if path.suffix.lower() == ".csv":
-        with open(path, newline="", encoding="utf-8-sig") as f: return list(csv.DictReader(f)), {}
-    meta = _json(path)
+    if path.suffix.lower() == ".csv": return read_csv(path)[0], {}
+    meta = read_json(path)
     if isinstance(meta, list): return meta, {}
     if not isinstance(meta, dict) or not isinstance(meta.get("training"), list):
         raise UserError(f"{path}: must be a list of {{image, label}}, or a dataset.json with the key 'training'")
@@ -221,14 +215,21 @@ def _rows(path):
     return [r for r in rows if not hidden(r)], meta
 
 # %% ../../nbs/data/11_label_files.ipynb #fc00c155
+def _is_number(value):
+    "Whether a key or a name of a label is its number."
+    return isinstance(value, int) or isinstance(value, str) and value.isdigit()
+
+
 def _label_pairs(path, labels):
     "[(id, name), …], whichever way round they are written."
     if any(isinstance(b, list) for b in labels.values()):
         raise UserError(f"{path}: its labels are regions (lists of ids), which overlap; classes here exclude one "
                         "another: give each id a name")
-    pairs = [(a, b) if str(a).isdigit() else (b, str(a)) for a, b in labels.items()]
+    pairs = [(a, b) if _is_number(a) else (b, str(a)) for a, b in labels.items()]
     for i, n in pairs:
-        if not re.fullmatch(r"\d+", str(i)):
+        if isinstance(i, int) and abs(i) >= 10**9:
+            raise UserError(f"{path}: label {n!r} has a number of {len(hex(i)) * 1.2:.0f} digits; at most 9 are read")
+        if not re.fullmatch(r"\d{1,9}", str(i)):
             raise UserError(f"{path}: label {n!r} is {i!r}; a whole number of 0 or more is needed")
     return [(int(i), str(n)) for i, n in pairs]
 
@@ -257,7 +258,7 @@ def _list_at(root):
     "The list at a path; None: there is none, or folders say more."
     if root.is_file(): return root if root.suffix.lower() in (".csv", ".json") else None
     file = root / "dataset.json"
-    return file if file.is_file() and (not _pair(root) or "training" in _json(file)) else None
+    return file if file.is_file() and (not _pair(root) or "training" in read_json(file)) else None
 
 # %% ../../nbs/data/11_label_files.ipynb #5e097d06
 def _cases_at(root):
@@ -269,7 +270,7 @@ def _cases_at(root):
     if root.is_file():
         raise UserError(f"{root}: is neither a list (.csv, .json) nor a volume ({', '.join(NIFTI)}, DICOM)")
     file = root / "dataset.json"
-    return [*_in_folders(*(_pair(root) or (root, None)))], _json(file) if file.exists() else {}
+    return [*_in_folders(*(_pair(root) or (root, None)))], read_json(file) if file.exists() else {}
 
 # %% ../../nbs/data/11_label_files.ipynb #c5336a08
 def find_labelled(
@@ -277,7 +278,8 @@ def find_labelled(
 ) -> Found:
     "Find labelled cases, sorted by name; raises `UserError` where there is none, and for lists that cannot be read."
     root = Path(root).expanduser()
-    if not root.exists(): raise UserError(f"{root} does not exist; give a folder with images/ and labels/, or a list")
+    if not lies_there(root):
+        raise UserError(f"{root} does not exist; give a folder with images/ and labels/, or a list")
     cases, meta = _cases_at(root)
     if not cases and root.is_file(): raise UserError(f"{root} holds no entry; every entry needs image and label")
     if not cases:

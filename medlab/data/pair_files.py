@@ -14,6 +14,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core import CaseFault, UnknownName, UserError, derive_seed
+from ..intake.opened import lies_there
 from .blur import known_depth
 from .cases import _folders, phantom_name
 from .images import NIFTI, RASTER, TIFF, Image, is_volume, read_any
@@ -186,7 +187,7 @@ def find_pairs(
 ) -> dict:  # "train", "val", "test" → list of `FilePair`; or "all" → list, where the folders make no split
     "Find pairs, sorted by name; raises `UserError` where there is none, and for images mixed with volumes."
     root = Path(root).expanduser()
-    if not root.exists(): raise UserError(f"{root} does not exist; give a folder of images or volumes")
+    if not lies_there(root): raise UserError(f"{root} does not exist; give a folder of images or volumes")
     _refuse_capitals(root)
     found = _layout(root, pattern)
     pairs = [p for ps in found.values() for p in ps]

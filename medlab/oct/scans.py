@@ -9,23 +9,23 @@ __all__ = ['UNKNOWN', 'MAKERS', 'VENDOR_FILES', 'OCTScan', 'domain_of', 'oct_hea
 
 # %% ../../nbs/oct/01_scans.ipynb #2caf13a2
 import logging
-import os
 import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pydicom
 import tifffile
 from PIL import Image as Pillow
 from PIL import ImageSequence
 from pydicom.uid import UID
 
 from ..core import UserError, optional
-from ..data.dicom import _fill, _get, _places, _refuse_codec, _Slice, known_patient, read_dicom, read_header
+from ..data.dicom import (_fill, _get, _places, _refuse_codec, _refuse_frames, _Slice, known_patient, read_dicom,
+                               read_header)
 from ..data.images import _grey, read_image
 from ..data.volume import Volume
+from ..intake.opened import opened, reading, within
 
 # %% ../../nbs/oct/01_scans.ipynb #4f0f2d57
 UNKNOWN = (float("nan"),) * 3  # a spacing that is stored nowhere
@@ -112,10 +112,7 @@ def header_facts(
 def _refuse_empty(header):
     "Raise for a file without pixels, in which most unreadable OCT files are alike."
     path = header.filename
-    with open(path, "rb") as f:
-        pydicom.dcmread(f, stop_before_pixels=True, specific_tags=["Rows"])
-        behind = os.path.getsize(path) - f.tell()
-    if behind and header.get("Rows"): return
+    if header.behind and header.get("Rows"): return
     kind = UID(header.get("SOPClassUID") or "").name or "unknown kind"
     raise UserError(f"{path}: has no pixel data, only a header of {kind}; export it again with its images")
 
@@ -148,7 +145,7 @@ def _sizes(places):
 def _refuse_colours(header):
     "Raise for colours and tables of values."
     kind = str(header.get("PhotometricInterpretation", "MONOCHROME2"))
-    if header.get("SamplesPerPixel", 1) == 1 and kind.startswith("MONOCHROME"): return
+    if (header.get("SamplesPerPixel") or 1) == 1 and kind.startswith("MONOCHROME"): return
     raise UserError(f"{header.filename}: holds colours ({kind}); an OCT volume has one number per voxel: give "
                     "the grey one")
 
@@ -159,6 +156,7 @@ def _unplaced(path, headers):
     for h in headers:
         _refuse_colours(h)
         _refuse_codec(h)
+        _refuse_frames(h)
     every = [(h, i, places) for h in headers for i, places in _frames(h)]
     slices = [_Slice(Path(h.filename), i, h, p, np.zeros(3), np.eye(3)[:2], np.ones(2)) for h, i, p in every]
     odd = next((s for s in slices if s.size != slices[0].size), None)
@@ -225,7 +223,9 @@ def _heard_while(read, path):
     "(what `read` makes of an opened TIFF, errors that were only logged)"
     _heard.lines = []
     try:
-        with tifffile.TiffFile(path) as f: return read(f), list(_heard.lines)
+        with opened(path) as raw, tifffile.TiffFile(raw) as f:
+            within(path, "frames", len(f.pages))
+            return read(f), list(_heard.lines)
     finally: _heard.lines = None
 
 
@@ -245,7 +245,8 @@ def _tiff_frames(path):
         return made
     except ValueError as e:
         if "imagecodecs" not in str(e): raise
-    with Pillow.open(path) as image: return [np.asarray(frame) for frame in ImageSequence.Iterator(image)]
+    with opened(path) as raw, Pillow.open(raw) as image:
+        return [np.asarray(frame) for frame in ImageSequence.Iterator(image)]
 
 # %% ../../nbs/oct/01_scans.ipynb #2845ff29
 def _refuse_uneven(where, frames):
@@ -262,10 +263,7 @@ def read_pages(
     path,  # a TIFF
 ) -> tuple:  # ((z, y, x) float32, notes)
     "Read a TIFF of one B-scan a page; raises `UserError` where it cannot be read."
-    try: every = _tiff_frames(path)
-    except Exception as e:  # tifffile raises whatever a damaged file leads it to
-        why = str(e) or type(e).__name__
-        raise UserError(f"{path}: cannot be decoded ({why}); copy it again from its source") from e
+    with reading(path, "cannot be decoded"): every = _tiff_frames(path)
     grey = [_grey(path, a) for a in every]
     _refuse_uneven(path, [(f"page {i}", a) for i, (a, _) in enumerate(grey)])
     return np.stack([a for a, _ in grey]).astype(np.float32), list(dict.fromkeys(n for _, ns in grey for n in ns))

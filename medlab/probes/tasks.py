@@ -6,28 +6,17 @@
 __all__ = ['KEYS', 'read_labels', 'some_names', 'MatchedLabels', 'match_labels', 'ProbeTask', 'probe_task']
 
 # %% ../../nbs/probes/01_tasks.ipynb #e583b4aa
-import csv
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from fastcore.basics import patch
 
 from ..core import UnknownName, UserError, derive_seed, nearest
+from ..intake.texts import read_csv
 
 # %% ../../nbs/probes/01_tasks.ipynb #83fc50ea
 KEYS = ("case", "patient")
-
-
-def _rows_of(file):
-    "(rows, columns) of a CSV; raises `UserError` where it is none."
-    try: text = Path(file).read_text("utf-8-sig")
-    except OSError as e: raise UserError(f"{file}: {e.strerror}; name a CSV with labels") from e
-    except UnicodeDecodeError as e:
-        raise UserError(f"{file} is no text in UTF-8; save it as CSV, with columns case (or patient) and label") from e
-    reader = csv.DictReader(text.splitlines(), delimiter=";" if text.partition("\n")[0].count(";") else ",")
-    return list(reader), [c for c in reader.fieldnames or () if c]
 
 
 def _column(file, columns, target):
@@ -46,7 +35,7 @@ def read_labels(
     target:str=None,  # column of the labels; None: "label", or the only one there is
 ) -> tuple:  # ("case" or "patient", {its name: label as text}); rows with an empty label are left out
     "Labels of cases or of patients; raises `UserError` for a file that does not say whose they are, or says it twice."
-    rows, columns = _rows_of(file)
+    rows, columns = read_csv(file)
     key = next((k for k in KEYS if k in columns), None)
     if key is None:
         raise UserError(f"{file} has the columns {', '.join(columns) or 'none'}, and none of them is case or patient: "

@@ -14,12 +14,14 @@ import pickle
 import shutil
 import sqlite3
 import time
+import zipfile
 from pathlib import Path
 
 import torch
 from fastcore.basics import patch
 
 from ..core import UserError
+from ..intake.opened import opened, reading
 from .directory import Run
 from .store import Store
 
@@ -47,11 +49,18 @@ def sha256(
 ) -> str:  # hexadecimal digest
     "SHA-256 of a file."
     digest = hashlib.sha256()
-    with open(path, "rb") as f:
+    with opened(path) as f:
         while block := f.read(1 << 22): digest.update(block)
     return digest.hexdigest()
 
 # %% ../../nbs/run/12_checkpoint.ipynb #30edc24f
+def _refuse_packed(path):
+    "Raise for an archive whose parts are compressed, as torch never writes them: they may inflate without end."
+    with zipfile.ZipFile(path) as z: odd = [i.filename for i in z.infolist() if i.compress_type != zipfile.ZIP_STORED]
+    if odd: raise UserError(f"checkpoint {path.name} is refused: {odd[0]} in it is compressed, as torch never writes "
+        "it; use an older one")
+
+
 def read_state(
     path,  # checkpoint file
     expected:str,  # its SHA-256
@@ -60,16 +69,16 @@ def read_state(
     "Read a checkpoint; raises `UserError` where it is missing, unreadable, not the one written, or could run code."
     path = Path(path)
     if not path.is_file(): raise UserError(f"checkpoint {path.name} is missing from {path.parent}")
-    try: found = sha256(path)
-    except OSError as e:
-        raise UserError(f"checkpoint {path.name} cannot be read ({e.strerror or e}); use an older one") from e
+    with reading(path, "cannot be read", "use an older one"): found = sha256(path)
     if found != expected: raise UserError(
         f"checkpoint {path.name} is damaged: its SHA-256 is {found[:12]}…, it was written as {expected[:12]}…; "
         "use an older one")
-    try: return torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as e: raise UserError(
-        f"checkpoint {path.name} is refused: it holds more than tensors, numbers, text, lists and dictionaries, "
-        "and reading it could run code; use an older one") from e
+    with reading(path, "is no checkpoint", "use an older one"):
+        _refuse_packed(path)
+        try: return torch.load(path, map_location=device, weights_only=True)
+        except pickle.UnpicklingError as e: raise UserError(
+            f"checkpoint {path.name} is refused: it holds more than tensors, numbers, text, lists and dictionaries, "
+            "and reading it could run code; use an older one") from e
 
 # %% ../../nbs/run/12_checkpoint.ipynb #cc671779
 def _kept(path):

@@ -6,8 +6,6 @@
 __all__ = ['SliceCase', 'read_series', 'SlicePhantom', 'slice_axis', 'SeriesFacts', 'series_facts', 'Scan', 'find_slices']
 
 # %% ../../nbs/slices/02_files.ipynb #85bd6ebd
-import csv
-import json
 import math
 import re
 from collections import Counter
@@ -25,7 +23,9 @@ from ..data.dicom import (_by_position, _get, _padding, _places, _rescale, _slic
                                read_dicom, read_header)
 from ..data.images import NIFTI, file_stem, is_volume
 from ..data.split import patient_of
-from ..data.volume import read_volume
+from ..data.volume import read_grid, read_volume
+from ..intake.opened import lies_there, size_of
+from ..intake.texts import read_csv, read_json
 from .phantoms import ct_phantom
 
 # %% ../../nbs/slices/02_files.ipynb #0b6471da
@@ -70,7 +70,7 @@ def read_series(
 ):  # `Volume`
     "Read a volume in either format; raises `UserError` for what is none."
     path = Path(path)
-    if path.is_dir() or path.exists() and is_dicom(path): return read_dicom(path, series or None)
+    if path.is_dir() or size_of(path) >= 0 and is_dicom(path): return read_dicom(path, series or None)
     return read_volume(path)
 
 # %% ../../nbs/slices/02_files.ipynb #304322b8
@@ -125,7 +125,7 @@ def _headers_by_series(folder):
     folder, groups = Path(folder), {}
     every = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     for p in every:
-        if not p.is_file() or p.name.startswith(".") or not is_dicom(p): continue
+        if size_of(p) <= 132 or p.name.startswith(".") or not is_dicom(p): continue
         h = read_header(p, *_MORE)
         if h.get("Rows"): groups.setdefault(str(h.get("SeriesInstanceUID") or ""), []).append(h)
     return groups
@@ -185,13 +185,12 @@ class Scan:
 def _nifti_scan(path):
     "A NIfTI file as a scan."
     try:
-        image = nib.load(path)
-        if len(image.shape) < 3: raise UserError(f"is a 2D image ({'×'.join(map(str, image.shape))})")
-        spacing = [float(s) for s in nib.affines.voxel_sizes(image.affine)]
-    except Exception as e:  # nibabel raises whatever a damaged file leads it to
-        return Scan(path, words=file_stem(path), damage=str(e).splitlines()[0])
+        grid = read_grid(path)
+        if len(grid.shape) < 3: raise UserError(f"is a 2D image ({'×'.join(map(str, grid.shape))})")
+    except UserError as e: return Scan(path, words=file_stem(path), damage=str(e).splitlines()[0])
+    spacing = [float(s) for s in nib.affines.voxel_sizes(grid.affine)]
     axis = slice_axis(spacing)
-    return Scan(path, "", spacing[axis], image.shape[axis], words=file_stem(path))
+    return Scan(path, "", spacing[axis], grid.shape[axis], words=file_stem(path))
 
 
 def _dicom_scans(folder):
@@ -211,7 +210,7 @@ def _dicom_scans(folder):
 def _scans_in(folder, files):
     "The scans that lie directly in a folder."
     volumes = [_nifti_scan(p) for p in files if is_volume(p)]
-    holds = any(not is_volume(p) and p.stat().st_size > 132 and is_dicom(p) for p in files)
+    holds = any(not is_volume(p) and size_of(p) > 132 and is_dicom(p) for p in files)
     return volumes + ([*_dicom_scans(folder)] if holds else [])
 
 # %% ../../nbs/slices/02_files.ipynb #086fe386
@@ -333,11 +332,8 @@ _COLUMNS = ("case", "thin", "thick", "patient", "thin_series", "thick_series")
 
 def _rows(path):
     "The rows of a list."
-    try:
-        if path.suffix.lower() == ".csv":
-            with open(path, newline="", encoding="utf-8-sig") as f: return list(csv.DictReader(f))
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e: raise UserError(f"{path}: cannot be read as a list ({e})") from e
+    if path.suffix.lower() == ".csv": return read_csv(path)[0]
+    rows = read_json(path)
     if isinstance(rows, list) and all(isinstance(r, dict) for r in rows): return rows
     raise UserError(f"{path}: must be a list of entries such as "
                     '{"thin": "a/thin.nii.gz", "thick": "a/thick.nii.gz"}')
@@ -350,7 +346,7 @@ def _entry(path, i, row):
     text = {k: str(row.get(k) or "").strip() for k in _COLUMNS}
     if not text["thin"] and not text["thick"]: raise UserError(f"{path}: entry {i} has neither thin nor thick")
     files = {p: path.parent / text[p] for p in ("thin", "thick") if text[p]}
-    gone = [f"{p} {f.name}" for p, f in files.items() if not f.exists()]
+    gone = [f"{p} {f.name}" for p, f in files.items() if not lies_there(f)]
     name = text["case"] or _bare(file_stem(next(iter(files.values())))) or f"case{i}"
     verb = "are" if len(gone) > 1 else "is"
     fault = f"{' and '.join(gone)} {verb} not there; restore or remove the entry" if gone else ""
@@ -398,7 +394,7 @@ def find_slices(
     "Find the thick and thin volumes of patients; raises `UserError` where there is none. Reads headers only."
     root = Path(root).expanduser()
     if lone not in ("thin", "thick"): raise UnknownName("kind of volume", lone, ("thin", "thick"))
-    if not root.exists(): raise UserError(f"{root} does not exist; give a folder of patients, a list, or a volume")
+    if not lies_there(root): raise UserError(f"{root} does not exist; give a folder of patients, a list, or a volume")
     cases = _found(root, factor, lone)
     if not cases:
         raise UserError(f"no volume in {root}; looked for {' and '.join(NIFTI)} files, DICOM series, or a list with "
