@@ -26,7 +26,7 @@ class Split:
     seed:int = 0  # of the run, where the split was drawn
     note:str = ""  # what a small data set made impossible; "": nothing
     gone:dict = field(default_factory=dict)  # name → part: held-out cases that cannot be used any more
-    stored:bool = False  # it comes from a run, which looked for leaks when it began
+    stored:bool = field(default=False, compare=False)  # it comes from a run, which looked for leaks when it began
 
     def __post_init__(self):
         twice = sorted(n for n, k in Counter(self.names).items() if k > 1)
