@@ -19,6 +19,7 @@ from pathlib import Path
 from fastcore.basics import patch
 from tqdm.auto import tqdm
 
+from ..cohort.fingerprint import fingerprint
 from ..cohort.identity import without_visit
 from ..core import UnknownName, UserError
 from ..intake.opened import lies_there
@@ -210,6 +211,7 @@ class Check:
     shape:tuple = None  # (z, y, x) of its first sound modality; None: there is none
     spacing:tuple = None  # (z, y, x), mm
     ranges:dict = field(default_factory=dict)  # modality → 1st and 99th percentile of its brain
+    prints:dict = field(default_factory=dict)  # modality, or part → `Fingerprint`, by which copies are found
     findings:list = field(default_factory=list)  # of `Finding`
 
     @property
@@ -244,6 +246,7 @@ def _read_sound(check, modality):
     try:
         volume = check.case.read(modality)
         check.ranges[modality] = brain_range(volume.data)
+        check.prints[modality] = fingerprint(volume.data)
         return volume
     except UserError as e: check.fail(e, modality)
 

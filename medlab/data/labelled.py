@@ -14,6 +14,7 @@ import torch
 from fastcore.basics import patch
 from monai.transforms import map_classes_to_indices
 
+from ..cohort.fingerprint import fingerprint
 from ..core import CaseFault, UnknownName, UserError
 from .cases import Check, inspect_each
 from .labels import IGNORE, LabelTable, label_ids
@@ -145,6 +146,7 @@ def _inspect_images(check, images, intensity):
     for v in images:
         intensity.apply(v.data)
         check.ranges[v.name or "image"] = tuple(float(q) for q in np.percentile(v.data, (1, 99)))
+    check.prints |= {f"image{i or ''}": fingerprint(v.data) for i, v in enumerate(images)}
     for note in first.notes: check.say("", note, fatal=False)
 
 # %% ../../nbs/data/12_labelled.ipynb #129e0564
@@ -154,6 +156,7 @@ def _inspect_label(check, label, resample, table):
     known = np.maximum(label.data, 0)  # −1 is what a moved mask did not reach
     ids = label_ids(known)
     if table is not None: table.encode(known)
+    check.prints["label"] = fingerprint(label.data, mask=True)
     n = int((label.data < 0).sum()) if resample else 0
     if n:
         check.say("label", f"{n:,} of {known.size:,} voxels lie outside of the mask's own grid and are unknown",

@@ -26,12 +26,15 @@ from .phantoms import _speckle
 def split_oct(
     cases,  # the sound ones, with name, patient and manufacturer
     seed:int,  # of the run
-    **shares,  # val and test, see `split_cases`
+    **shares,  # val, test, by (a dict), folds and fold, see `split_cases`
 ) -> Split:
     "Split scans by patient, both eyes together, domain by domain; raises `UserError` for doubled names."
-    home = {}
+    home, own = {}, shares.get("by") or {}
     for c in sorted(cases, key=lambda c: c.manufacturer): home.setdefault(c.patient, c.manufacturer)
     patients, groups = {c.name: c.patient for c in cases}, {}
+    if shares.get("folds"):
+        by = {c.name: f"{home[c.patient]} {own.get(c.name, '')}" for c in cases}
+        return split_cases(list(patients), seed, **shares | dict(by=by), group=patients.__getitem__)
     for c in cases: groups.setdefault(home[c.patient], []).append(c.name)
     parts = {d: split_cases(names, derive_seed(seed, d), **shares, group=patients.__getitem__)
              for d, names in sorted(groups.items())}

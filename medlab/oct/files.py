@@ -17,6 +17,7 @@ import numpy as np
 from fastcore.basics import patch
 from pydicom.uid import UID
 
+from ..cohort.fingerprint import fingerprint
 from ..cohort.identity import patient_of, without_visit
 from ..core import UnknownName, UserError
 from ..data.cases import Check, _folders, _html_row, _rename_doubles, inspect_each
@@ -294,6 +295,7 @@ def inspect_oct_case(
         return check
     check.shape, check.spacing = scan.data.shape, scan.spacing
     check.ranges["oct"] = tuple(np.percentile(scan.data[scan.seen], (1, 99)).tolist())
+    check.prints["oct"] = fingerprint(scan.data)
     for note in scan.notes: check.say("", note, fatal=False)
     gone = int((~scan.seen).sum())
     if gone: check.say("", f"{gone} of {len(scan.seen)} frames hold nothing", fatal=False)

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
 from torch import Tensor
 
+from ..cohort.fingerprint import fingerprint
 from ..core import CaseFault, UserError, derive_seed, generator, strict
 from ..data.cache import ByteCache
 from ..data.cases import Check, Report
@@ -159,6 +160,7 @@ def _checked(self:Codec, case):
         except UserError as e: check.fail(e, "thin")
         else:
             check.shape, check.spacing = volume.shape, volume.spacing
+            check.prints["thin"] = fingerprint(volume.data)
             if any(n < s for n, s in zip(volume.shape, self.image_size)):
                 check.say("thin", f"{volume.shape} voxels are fewer than the crop {self.image_size}; make it smaller")
     else: check.shape, check.spacing = case.kw["shape"], case.kw["spacing"]
@@ -179,7 +181,7 @@ def setup(self:Codec, split=None) -> dict:
         reasons = "; ".join(f"{n}: {r}" for n, r in list(bad.items())[:5])
         raise UserError(f"none of the {len(checks)} volumes in {self.data_root!r} can be used: {reasons}")
     patients = {n: c.patient for n, c in self.cases.items()}
-    made = self.divide(self.cases, split, self.val, self.test, lambda n: patients.get(n, n))
+    made = self.divide(self.cases, split, self.val, self.test, lambda n: patients.get(n, n), checks)
     return made | dict(quarantined=[[n, r] for n, r in bad.items()])
 
 

@@ -8,7 +8,7 @@ __all__ = ['OVERLAP', 'WEIGHTS', 'REMEDIES', 'SegmentationKnobs', 'Segmentation'
 # %% ../../nbs/recipes/03_segmentation.ipynb #44a38f11
 import itertools
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import traitlets
@@ -25,7 +25,7 @@ from ..data.label_files import Found, LabelledPhantom, find_labelled
 from ..data.labelled import Intensity, inspect_all, label_notes
 from ..data.labels import IGNORE, LabelTable, Overlaid
 from ..data.patches import Augment, PatchDataset
-from ..data.split import Split, split_cases
+from ..data.split import Split
 from ..data.volume import Volume, write_volume
 from ..knobs.fixes import Fix, FIXES
 from ..knobs.knobs import Knobs
@@ -98,7 +98,7 @@ def _check_fields(recipe):
 class Segmentation(Recipe):
     "Segmentation of CT and MR volumes; unknown keys raise `UnknownName`."
     data_root: str = ""  # folder with images/ and labels/ (or imagesTr/ and labelsTr/, or dataset.json), or a list
-                         # (.csv, .json) with the columns image, label, case and split; "": phantoms
+                         # (.csv, .json) with the columns image, label, case, patient and split; "": phantoms
     labels: tuple = None  # ids of masks that may occur, without the background;
                           # None: those that a dataset.json names, or that are found
     ignore: int = None  # id of voxels whose label nobody knows; None: as a dataset.json says, or none
@@ -239,11 +239,13 @@ def _listed_split(recipe, cases):
     return Split(parts["train"], parts["val"], parts["test"], recipe.seed, "the split is that of the list")
 
 
-def _split(recipe, cases):
-    "The split of the list where it makes one, else by patient."
-    if any(c.split for c in cases.values()): return _listed_split(recipe, cases)
-    group = {} if recipe.data_root else dict(group=str)
-    return split_cases(cases, recipe.seed, recipe.val, recipe.test, **group)
+def _divide(recipe, split, survey):
+    "The split that was stored, that of the list where it makes one, else by patient; what `setup` stores of it."
+    cases = recipe.cases
+    if not split and any(c.split for c in cases.values()): split = _listed_split(recipe, cases)
+    known = dict(checks=[c for c, _ in survey.checked]) if recipe.data_root else {}
+    whose = lambda n: getattr(cases[n], "patient", n)  # of a phantom its name
+    return recipe.divide(cases, split, recipe.val, recipe.test, whose, **known)
 
 
 def _sound_cases(recipe, survey):
@@ -262,10 +264,10 @@ def setup(self:Segmentation,
     "Find, check and split the cases, see `Recipe.setup`."
     survey = self.read_once(lambda: _survey(self))
     self.cases, self.channels = _sound_cases(self, survey), survey.channels
-    self.split = (Split(**split) if split else _split(self, self.cases)).among(self.cases, self.data_root)
+    info = _divide(self, split, survey)
     self.table = survey.table_of([*self.split.train, *self.split.val, *self.split.test])
     training = {n: ids for n, ids in survey.ids().items() if n in self.split.train}
-    return dict(split=asdict(self.split), quarantined=[[n, r] for n, r in survey.faults().items()],
+    return info | dict(quarantined=[[n, r] for n, r in survey.faults().items()],
         table=self.table.to_dict(), channels=self.channels,
         notes=label_notes(training, self.table, "training ") if self.data_root else ())
 

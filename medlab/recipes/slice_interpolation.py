@@ -239,9 +239,9 @@ def _look(self:SliceInterpolation):
 @patch
 def _sound(self:SliceInterpolation):
     "(sound cases, name → shape of the thin grid, [[name, reason], …]); raises `UserError` where none is sound."
-    checks = self.read_once(self._look)
+    checks = self.checked = self.read_once(self._look)
     if not self.data_root:
-        cases, self.mixed = self._phantoms(), ""
+        cases, self.mixed, self.checked = self._phantoms(), "", []
         return cases, dict.fromkeys((c.name for c in cases), checks[0].shape), []
     bad = [[c.case.name, c.reason] for c in checks if c.reason]
     out = {n for n, _ in bad}
@@ -257,7 +257,7 @@ def _divided(self:SliceInterpolation, split):
     "Cases, split and codec, as `setup` stores them."
     cases, self.shapes, bad = self._sound()
     self.cases = {c.name: c for c in cases}
-    info = self.divide(self.cases, split, self.val, self.test, lambda n: self.cases[n].patient)
+    info = self.divide(self.cases, split, self.val, self.test, lambda n: self.cases[n].patient, self.checked)
     if self.codec == "pca": self._fit_components()
     self.latent_codec()
     return info | dict(quarantined=bad, codec=self._stored_codec())

@@ -10,6 +10,7 @@ __all__ = ['ANSWERS', 'LOOK', 'VOTERS', 'FITTED', 'AMONG', 'VJEPAKnobs', 'VJEPA3
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -340,6 +341,7 @@ def _sound(self:VJEPA3D):
     if len(bad) == len(checks):
         raise UserError(f"none of the {len(checks)} volumes in {self.data_root or 'the phantoms'!r} can be trained on: "
             + _by_reason(bad))
+    self.checked = checks if self.data_root else []
     if not self.data_root: return self.phantom_cases()[:self.limit or None], [], None
     return [c.case for c in checks if not c.reason], bad, faults_by_manufacturer(checks)
 
@@ -363,6 +365,15 @@ def _refuse_shared_patients(split, patients):
         f"trained on ({shared[0]!r} of {patients[shared[0]]!r}): the split is by file, and its scores would say "
         "nothing of others; split by patient, both eyes together, as setup() does where it is given no split")
 
+# %% ../../nbs/recipes/09_vjepa3d.ipynb #5346781b
+@patch
+def _by_domain(self:VJEPA3D, cohort, **shares):
+    "See `split_oct`; raises `UserError` where all are of one patient."
+    cases = [SimpleNamespace(name=n, patient=p, manufacturer=self.cases[n].manufacturer)
+        for n, p in cohort.patients.of.items()]
+    _refuse_one_patient(self, cases)
+    return split_oct(cases, self.seed, **shares)
+
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #b72a5feb
 @patch
 def setup(self:VJEPA3D,
@@ -373,11 +384,9 @@ def setup(self:VJEPA3D,
     self.volumes = ByteCache(self.volumes.limit)  # names may mean other scans now
     self.cases, self.begun = {c.name: c for c in cases}, split is not None
     patients = {c.name: c.patient for c in cases}
-    if not split:
-        _refuse_one_patient(self, cases)
-        split = split_oct(cases, self.seed, val=self.val, test=self.test)
-    info = self.divide(patients, split, group=patients.__getitem__)
-    _refuse_shared_patients(self.split, patients)
+    info = self.divide(patients, split, self.val, self.test, patients.__getitem__, self.checked, self._by_domain)
+    patients |= {n: c["patient"] for n, c in info["proof"]["cases"].items()}
+    if not self.allow_leak: _refuse_shared_patients(self.split, patients)
     self.domains = tuple(sorted({self.cases[n].manufacturer for n in self.split.train}))
     notes = [["info", self._about_domains()], *self.plan().levels]
     if bad: notes.append(["warning", f"volumes by manufacturer:\n{table}"])

@@ -16,6 +16,7 @@ import torch
 from nibabel import orientations
 from scipy import ndimage
 
+from ..cohort.fingerprint import fingerprint
 from ..core import CaseFault, UserError
 from ..data.cases import Check, inspect_each
 from ..data.split import Split, split_cases
@@ -410,6 +411,7 @@ def inspect_slice_case(
     of_thick = got.valid.reshape(len(got.thick), got.factor, *got.valid.shape[1:]).all(1)
     for part, x, seen in (("thick", got.thick, of_thick), ("thin", got.thin, got.valid)):
         if x is not None and seen.any(): check.ranges[part] = tuple(np.percentile(_some(x[seen]), (1, 99)).tolist())
+        if x is not None and not (got.simulated and part == "thick"): check.prints[part] = fingerprint(x)
     if got.simulated: check.say("", "thick slices are simulated", fatal=False)
     for note in got.notes: check.say("", note, fatal=False)
     out = 100 * float((~got.valid).mean())
