@@ -98,7 +98,7 @@ def fault_table(
         counts.setdefault(maker, Counter())[reason_kind(c.reason) if c.reason else "sound"] += 1
     return FaultTable({m: dict(c) for m, c in counts.items()}, by, what)
 
-# %% ../../nbs/preflight/05_faults.ipynb #30dd9f0e
+# %% ../../nbs/preflight/05_faults.ipynb #1a91fc1f
 DICOM = ("manufacturer", "model", "codec", "spacing from")
 
 
@@ -106,5 +106,8 @@ def dicom_table(
     checks,  # of an inspection, any iterable
 ) -> FaultTable:  # without rows where no case is DICOM
     "DICOM by manufacturer, model, codec and the source of its spacing."
-    known = lambda c: c.facts.get("dicom")
-    return fault_table(checks, lambda c: tuple(known(c).get(k) or "unknown" for k in DICOM) if known(c) else None, DICOM, "cases")
+    def names(check):
+        "What is known of a case's DICOM; None: it is none."
+        known = check.facts.get("dicom")
+        return tuple(known.get(k) or "unknown" for k in DICOM) if known else None
+    return fault_table(checks, names, DICOM, "cases")
