@@ -6,7 +6,9 @@
 __all__ = ['GROWTH', 'SHARE', 'READERS', 'MANY', 'LARGE', 'QUIET', 'PAUSE', 'KEPT', 'free_memory', 'Turns', 'cores', 'how_many',
            'time_left', 'Progress', 'asked_of', 'texts_of']
 
-# %% ../../nbs/preflight/02_each.ipynb #cb004091
+# %% ../../nbs/preflight/02_each.ipynb #6eda666b
+import functools
+import hashlib
 import os
 import queue
 import sys
@@ -191,7 +193,7 @@ def _read(look, cases, sizes, most):
     else:
         with Readers(n, look, cases[next(iter(sizes))]) as readers: yield from _results(work, n, readers)
 
-# %% ../../nbs/preflight/02_each.ipynb #144ffcd6
+# %% ../../nbs/preflight/02_each.ipynb #de552833
 KEPT = 2.0  # s between two writes of what was found
 
 
@@ -217,13 +219,20 @@ class _Keeper:
         self.waiting, self.last = {}, time.monotonic()
 
 
+@functools.lru_cache(64)
+def _hash_of(module):
+    "A hash of a module's file, which says what its functions do; without one a text that is not remembered."
+    try: return hashlib.blake2b(Path(sys.modules[module].__file__).read_bytes(), digest_size=8).hexdigest()
+    except (KeyError, AttributeError, TypeError, OSError): return "at 0x"
+
+
 def asked_of(
     look,  # function of a case, or a `partial` of one
 ) -> str:  # a text with an address in it where it cannot be named
-    "What is asked, in words: the function and its options."
+    "What is asked, in words: the function, its code and its options."
     if not isinstance(look, partial):
         name = f"{getattr(look, '__module__', '')}.{getattr(look, '__qualname__', '')}"
-        return name if hasattr(look, "__qualname__") and "<" not in name else f"{name} at 0x"
+        return f"{name} {_hash_of(look.__module__) if hasattr(look, '__qualname__') and '<' not in name else ' at 0x'}"
     told = lambda v: asked_of(v) if isinstance(v, partial) or hasattr(v, "__qualname__") else repr(v)
     options = [*map(told, look.args), *(f"{k}={told(v)}" for k, v in sorted(look.keywords.items()))]
     return f"{asked_of(look.func)}({', '.join(options)})"

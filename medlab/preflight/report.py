@@ -41,7 +41,7 @@ def _markdown(rows):
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(r, width)) + " |" for r in rows]
     return [lines[0], "|" + "|".join("-" * (w + 2) for w in width) + "|", *lines[1:]]
 
-# %% ../../nbs/preflight/07_report.ipynb #fbb75508
+# %% ../../nbs/preflight/07_report.ipynb #4d0b38dc
 SHOWN = 40  # cases in a terminal and in a notebook
 
 
@@ -52,7 +52,9 @@ class Report:
     notes:tuple = ()  # what is to be said of all cases together, a sentence each
 
     @cached_property
-    def outliers(self) -> list: "What is unlike the others in sound cases, the farthest first."; return outliers(self.checks)
+    def outliers(self) -> list:
+        "What is unlike the others in sound cases, the farthest first."
+        return outliers(self.checks)
 
     @cached_property
     def tables(self) -> list:
@@ -63,7 +65,8 @@ class Report:
     def __str__(self):
         notes = ["", *self.sentences] if self.sentences else []
         tables = [line for t in self.tables for line in ("", str(t))]
-        return "\n".join([self.title, "", *_markdown(self.rows(SHOWN)), *[self._left] * bool(self._left), *tables, *notes])
+        left = [self._left] * bool(self._left)
+        return "\n".join([self.title, "", *_markdown(self.rows(SHOWN)), *left, *tables, *notes])
 
     __repr__ = __str__
 
