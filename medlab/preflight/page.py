@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['MOST', 'kinds_of', 'page', 'write_whole']
 
-# %% ../../nbs/preflight/06_page.ipynb #5b9980df
+# %% ../../nbs/preflight/06_page.ipynb #4d61d774
 import base64
 import hashlib
 import html
 import os
+import re
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -65,9 +66,10 @@ ul { margin: .25rem 0 0; padding-left: 1.1rem } li.bad, .mark { color: var(--bad
 @media (max-width: 44rem) { article { grid-template-columns: 1fr } }
 """
 
-# %% ../../nbs/preflight/06_page.ipynb #37d6add1
+# %% ../../nbs/preflight/06_page.ipynb #d6d95be8
 _SCRIPT = """
-const list = document.querySelector('main'), all = [...list.children], at = name => document.getElementById(name);
+const list = document.querySelector('main'), all = [...list.children];
+const at = name => document.getElementById(name);
 const find = at('find'), kind = at('kind'), sort = at('sort'), count = at('count');
 const texts = all.map(a => a.textContent.toLowerCase()), number = (a, k) => parseFloat(a.dataset[k] || 'NaN');
 function filter() {
@@ -82,7 +84,8 @@ function filter() {
 }
 function order() {
   const k = sort.value, down = k.startsWith('-'), key = k.replace('-', '');
-  const by = key === 'name' ? (a, b) => a.dataset.name.localeCompare(b.dataset.name, 'en', {numeric: true}) : (a, b) => {
+  const names = new Intl.Collator('en', {numeric: true});
+  const by = key === 'name' ? (a, b) => names.compare(a.dataset.name, b.dataset.name) : (a, b) => {
     const x = number(a, key), y = number(b, key);
     return isNaN(x) - isNaN(y) || (down ? y - x : x - y) || number(a, 'i') - number(b, 'i');
   };
@@ -156,7 +159,7 @@ def _findings(check, odd):
     items = [*some, *([("", more)] if more else []), *marks]
     return f"<ul>{''.join(f'<li class={chr(34)}{c}{chr(34)}>{_text(t)}</li>' for c, t in items)}</ul>" if items else ""
 
-# %% ../../nbs/preflight/06_page.ipynb #8e730d40
+# %% ../../nbs/preflight/06_page.ipynb #417fbffe
 def _histograms(check):
     "The histograms of a case's parts."
     parts, more = _more(list(check.facts.get("histograms", {}).items()), "histograms")
@@ -167,8 +170,8 @@ def _histograms(check):
 def _picture(check):
     "The picture of a case."
     image = check.facts.get("picture", "")
-    if not image: return '<div class="none">no picture</div>'
-    return f'<img loading="lazy" decoding="async" alt="" src="data:image/jpeg;base64,{_text(image, 10**6)}">'
+    if not re.fullmatch("[A-Za-z0-9+/=]+", image): return '<div class="none">no picture</div>'
+    return f'<img loading="lazy" decoding="async" alt="" src="data:image/jpeg;base64,{image}">'
 
 
 def kinds_of(
@@ -230,12 +233,13 @@ def _plots(checks, found):
     return (f'<h2>Sizes and intensities of the sound cases</h2><p class="soft">{_text(rule, 900)}</p>'
             f'<div class="plots">{drawn}</div>')
 
-# %% ../../nbs/preflight/06_page.ipynb #c8cfeed5
+# %% ../../nbs/preflight/06_page.ipynb #5977bba0
 _CONTROLS = """<div class="controls"><input id="find" type="search" placeholder="find by name, finding, maker …">
 <select id="kind" aria-label="kind"><option value="">all cases</option><option>quarantine</option><option>outlier</option>
-<option>note</option><option>sound</option></select><select id="sort" aria-label="order"><option value="i">worst first
-</option><option value="name">by name</option><option value="-far">most unlike first</option><option value="-z">thickest
-slices first</option><option value="-voxels">largest first</option></select><span id="count" class="soft"></span></div>"""
+<option>note</option><option>sound</option></select><select id="sort" aria-label="order">
+<option value="i">worst first</option><option value="name">by name</option>
+<option value="-far">most unlike first</option><option value="-z">thickest slices first</option>
+<option value="-voxels">largest first</option></select><span id="count" class="soft"></span></div>"""
 _RANK = dict(quarantine=0, outlier=1, note=2, sound=3)
 
 
