@@ -218,9 +218,11 @@ def train(
     job = resumed_job(stored, fields, rest) if stored else new_job(cls, fields, rest)
     print(_source_line(job.recipe), flush=True)
     from medlab.train.trainer import Trainer
-    with Trainer(job.recipe, job.run, job.resumed, rest.get("device"), rest.get("threads"),
-            lambda: loggers_of(job, rest), **knobs) as trainer:
-        return _fit(trainer, job.target)
+    from medlab.preflight.remembered import reread
+    with reread(rest["reread"]):
+        trainer = Trainer(job.recipe, job.run, job.resumed, rest.get("device"), rest.get("threads"),
+            lambda: loggers_of(job, rest), **knobs)
+    with trainer: return _fit(trainer, job.target)
 
 # %% ../../nbs/cli/08_main.ipynb #d01ca04b
 def parsed(
@@ -390,14 +392,14 @@ def _evaluate_parser():
     return _add_weights(p)
 
 # %% ../../nbs/cli/08_main.ipynb #87365b63
-def _check_csv(file):
-    "Raise `UserError` for a table that could not be written."
+def _check_file(file, option="csv", example="scores.csv"):
+    "Raise `UserError` for a table or a page that could not be written."
     place = file.resolve().parent
-    if not place.is_dir(): raise UserError(f"--csv {file}: the folder {place} does not exist; make it first")
-    if file.is_dir(): raise UserError(f"--csv {file} is a folder; name a file in it, such as {file / 'scores.csv'}")
+    if not place.is_dir(): raise UserError(f"--{option} {file}: the folder {place} does not exist; make it first")
+    if file.is_dir(): raise UserError(f"--{option} {file} is a folder; name a file in it, such as {file / example}")
     if file.exists(): why = "" if os.access(file, os.W_OK) else "what lies there cannot be changed"
     else: why = why_unwritable(place)
-    if why: raise UserError(f"--csv {file} cannot be written ({why}); choose another file")
+    if why: raise UserError(f"--{option} {file} cannot be written ({why}); choose another file")
 
 # %% ../../nbs/cli/08_main.ipynb #9368ad80
 def _whose(table):
@@ -417,7 +419,7 @@ def evaluate(
     own = score_options(cls) if own else {}
     a, given = _parse(_evaluate_parser(), argv, own)
     given = {k: v for k, v in _checked(given).items() if v != own[k][1]}  # the rest is left to the recipe
-    if a.csv: _check_csv(Path(a.csv))
+    if a.csv: _check_file(Path(a.csv))
     with cpu_threads(a.threads):
         table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, cls, a.beside, **given)
     n = len({r["case"] for r in table.rows})
@@ -475,7 +477,7 @@ def probe(
     p.add_argument("--seed", type=int, default=0, help="of the draw of these; default %(default)s")
     p.add_argument("--csv", type=str, help="file to write the rows into, every digit")
     a = parsed(p, argv)
-    if a.csv: _check_csv(Path(a.csv))
+    if a.csv: _check_file(Path(a.csv))
     from medlab.cli.features import probe_run
     with cpu_threads(a.threads):
         table = probe_run(a.run, a.data, a.labels, a.target, [k for k in (a.probes or "").split(",") if k], a.share,
@@ -483,7 +485,6 @@ def probe(
     print(table)
     if a.csv: table.to_csv(a.csv)
     return 0
-
 
 # %% ../../nbs/cli/08_main.ipynb #0be456c1
 def export(
@@ -553,12 +554,16 @@ def check(argv) -> int:
     if rest["resume"]:
         raise UserError(f"check looks at what a new run would train on; leave out --resume: medlab train --resume "
             f"{rest['resume']} looks at its data before it goes on")
-    job = new_job(cls, fields, rest)
+    job, files = new_job(cls, fields, rest), {k: rest[k] for k in ("csv", "html") if rest[k]}
+    for kind, file in files.items(): _check_file(Path(file), kind, f"cases.{kind}")
     print(_source_line(job.recipe), flush=True)
     from medlab.cli.check import command_line, rehearse
-    rehearse(job.recipe, job.run, lambda trainer: _describe(trainer, job.target, job.run), rest.get("device"),
-        rest.get("threads"), minutes=rest["check_minutes"], **knobs)
-    for spelling in ("--check-minutes", "--check_minutes"): argv = option_word(argv, spelling)[1]
+    from medlab.preflight.remembered import reread
+    with reread(rest["reread"]):
+        rehearse(job.recipe, job.run, lambda trainer: _describe(trainer, job.target, job.run), rest.get("device"),
+            rest.get("threads"), minutes=rest["check_minutes"], files=files, **knobs)
+    for spelling in ("--check-minutes", "--check_minutes", "--csv", "--html"): argv = option_word(argv, spelling)[1]
+    argv = [w for w in argv if w != "--reread"]
     print(f"{command_line(name, *_data_of(argv, fields))} would start")
     return 0
 

@@ -103,6 +103,8 @@ def _add_run_options(p):
     p.add_argument("--tensorboard", type=str, help="folder to copy telemetry to, for TensorBoard")
     p.add_argument("--debug", action="store_true",
         help="a tiny network and few cases: seconds to the first step")
+    p.add_argument("--reread", action="store_true",
+        help="check every case anew, also those whose files are unchanged since they were checked")
     p.add_argument("--set", action="append", default=[], metavar="KNOB=VALUE",
         help="a knob, as in --set lr=2e-4; may be repeated")
 
@@ -136,6 +138,8 @@ def train_parser(
         p.add_argument("data", type=str, nargs="?", help="file or folder of cases, in the place of --data-root")
         p.add_argument("--check_minutes", type=float, default=5.0,
             help="for which the samples of a recipe of one's own are read, at most")
+        p.add_argument("--csv", type=str, help="file for a table with a line for each case")
+        p.add_argument("--html", type=str, help="file for a page with a picture of each case, to be opened in a browser")
     _add_run_options(p)
     _add_size(p, cls)
     hints, texts = typing.get_type_hints(cls), field_help(cls)
@@ -176,13 +180,17 @@ def listed(
     return f"[{word}]" if re.fullmatch(rf"{_NUMBER}(,\s*{_NUMBER})+", word) else word
 
 
+_COMMON = ("config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "reread", "set", "help")
+_OF_CHECK = ("check_minutes", "csv", "html")
+
+
 def normal_options(
     argv,  # options as they were typed
     known,  # names of options
     answers=None,  # name elsewhere → what is here, see `Knobs.answers`; None: nothing
 ) -> list:
     "Options with underscores and the names of today, checked against the known names."
-    known, out = {*known, "config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}, []
+    known, out = {*known, *_COMMON}, []
     for word in argv:
         if not word.startswith("--"):
             out.append(listed(word))
@@ -271,7 +279,7 @@ def _take_data(cls, given):
 # %% ../../nbs/cli/00_options.ipynb #b0e04a6b
 def _parsed(cls, argv, check=False):
     "What was typed, converted to the types of the fields; raises `UserError`."
-    known = [*known_keys(cls), *["check_minutes"] * check]
+    known = [*known_keys(cls), *(_OF_CHECK if check else ())]
     try: return train_parser(cls, check).parse_args(normal_options(argv, known, cls.Knobs.answers))
     except jsonargparse.ArgumentError as e: raise UserError(explain(e)) from e
 
@@ -289,7 +297,8 @@ def options(
     merged = checked_run({k: v for k, v in file.items() if k not in cls.Knobs.class_traits()} | typed)
     knobs = merged_knobs(cls, file, given)
     fields = checked_fields(cls, {k: v for k, v in merged.items() if k in names})
-    rest = {k: given.get(k) for k in ("resume", "use_wandb", "tensorboard", "debug", *["check_minutes"] * check)}
+    own = "resume", "use_wandb", "tensorboard", "debug", "reread", *(_OF_CHECK if check else ())
+    rest = {k: given.get(k) for k in own}
     return fields, knobs, rest | {k: v for k, v in merged.items() if k not in names}
 
 # %% ../../nbs/cli/00_options.ipynb #8b2b4ebb

@@ -4,25 +4,26 @@
 
 # %% auto #0
 __all__ = ['BRATS', 'Case', 'phantom_name', 'PhantomCase', 'find_cases', 'Finding', 'Check', 'inspect_case', 'check_case',
-           'inspect_each', 'inspect_cases', 'sort_cases', 'Report', 'preflight']
+           'inspect_each', 'inspect_cases', 'sort_cases', 'preflight']
 
 # %% ../../nbs/data/04_cases.ipynb #16ef7d48
-import html
+import json
 import os
 import re
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from fastcore.basics import patch
-from tqdm.auto import tqdm
 
-from ..cohort.fingerprint import fingerprint
+from ..cohort.fingerprint import Fingerprint, fingerprint
 from ..cohort.identity import without_visit
 from ..core import UnknownName, UserError
 from ..intake.opened import lies_there
+from ..preflight.each import texts_of
+from ..preflight.facts import histogram, picture
+from ..preflight.report import Report
 from .volume import Volume, brain_range, read_volume, same_grid
 from ..phantoms import MODALITIES, brain
 
@@ -213,6 +214,8 @@ class Check:
     ranges:dict = field(default_factory=dict)  # modality → 1st and 99th percentile of its brain
     prints:dict = field(default_factory=dict)  # modality, or part → `Fingerprint`, by which copies are found
     findings:list = field(default_factory=list)  # of `Finding`
+    facts:dict = field(default_factory=dict)  # what else is worth showing, plain data: picture, histograms, labels …
+    lasting:bool = True  # False: the verdict is that of a moment (no memory, no permission), and asked for again
 
     @property
     def reason(self) -> str:
@@ -220,6 +223,15 @@ class Check:
         return "; ".join(str(f) for f in self.findings if f.fatal)
 
 # %% ../../nbs/data/04_cases.ipynb #c69a9ec0
+def _of_the_moment(error):
+    "Whether an error may be gone the next time though the files are the same: memory, permission, what is installed."
+    if "pip install" in str(error): return True
+    while error is not None:
+        if isinstance(error, (MemoryError, ImportError)) or isinstance(error, OSError) and error.errno: return True
+        error = error.__cause__
+    return False
+
+
 @patch
 def say(self:Check,
     modality:str,  # "": the case as a whole
@@ -238,7 +250,41 @@ def fail(self:Check,
     "Add an error as a fatal finding, without the folders of the case's files."
     text = getattr(error, "reason", str(error))
     for file in getattr(self.case, "files", {}).values(): text = text.replace(f"{file.parent}{os.sep}", "")
+    self.lasting = self.lasting and not _of_the_moment(error)
     self.say(modality, text)
+
+# %% ../../nbs/data/04_cases.ipynb #e02ab53c
+@patch
+def see(self:Check,
+    part:str,  # modality, or another part of the case
+    data,  # finite array (z, y, x), or (y, x) of an image
+    spacing,  # of its axes, mm
+    labels=None,  # ids on the same grid; None: there are none
+):
+    "Keep what a part looks like; the picture is that of the first part."
+    self.facts.setdefault("histograms", {})[part] = histogram(data)
+    if "picture" not in self.facts: self.facts["picture"] = picture(data, spacing, labels)
+
+# %% ../../nbs/data/04_cases.ipynb #53d01ae1
+@patch
+def to_text(self:Check) -> str:
+    "All but the case, as JSON."
+    plain = {k: v for k, v in vars(self).items() if k != "case"} | dict(findings=[vars(f) for f in self.findings])
+    return json.dumps(plain, default=lambda v: v.item(), separators=(",", ":"))
+
+
+@patch(cls_method=True)
+def of_text(cls:Check,
+    case,  # whose text it is
+    text:str,  # of `to_text`
+) -> Check:
+    "The check that `to_text` wrote."
+    plain = json.loads(text)
+    ends = {k: tuple(v) for k, v in plain["ranges"].items()}
+    tuples = {k: plain[k] and tuple(plain[k]) for k in ("shape", "spacing")}
+    prints = {k: Fingerprint(*v) for k, v in plain["prints"].items()}
+    findings = [Finding(**f) for f in plain["findings"]]
+    return cls(**plain | tuples | dict(case=case, ranges=ends, prints=prints, findings=findings))
 
 # %% ../../nbs/data/04_cases.ipynb #78b21358
 def _read_sound(check, modality):
@@ -247,6 +293,7 @@ def _read_sound(check, modality):
         volume = check.case.read(modality)
         check.ranges[modality] = brain_range(volume.data)
         check.prints[modality] = fingerprint(volume.data)
+        check.see(modality, volume.data, volume.spacing)
         return volume
     except UserError as e: check.fail(e, modality)
 
@@ -296,99 +343,46 @@ def check_case(case, resample=False, **kw) -> list:
     return inspect_case(case, resample, **kw).findings
 
 # %% ../../nbs/data/04_cases.ipynb #d463c572
+def _told(inspect, case):
+    "(a check as text, whether it holds later too)"
+    check = inspect(case)
+    return check.to_text(), check.lasting
+
+
+def _failed(case, why):
+    "The check of a case that could not be looked at, as text."
+    check = Check(case, lasting=False)
+    check.say("", why)
+    return check.to_text()
+
+
 def inspect_each(
-    inspect,  # function of a case
+    inspect,  # function of a case, which gives a `Check`; options are bound by `partial`, so that it has a name
     cases,  # any iterable of cases
-    threads:int=0,  # 0: as many as there are cores, at most 4
-    doing:str="",  # for a progress bar; "": none
-) -> list:  # of what the function gives, in the order of the cases
-    "Inspect cases in threads."
+    threads:int=0,  # cases at once; 0: as many as there are cores, at most 4
+    doing:str="",  # for the progress; "": none is shown
+) -> list:  # of `Check`, in the order of the cases
+    "Inspect cases side by side; what is known of the same files is not read again. One that fails is named."
     cases = list(cases)
-    bar = dict(total=len(cases), desc=doing, disable=not doing, leave=False)
-    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
-        return list(tqdm(pool.map(inspect, cases), **bar))
+    texts = texts_of(partial(_told, inspect), cases, _failed, doing, threads)
+    return [Check.of_text(c, t) for c, t in zip(cases, texts)]
 
 
 def inspect_cases(
     cases,  # any iterable of cases
     resample:bool=False,  # see `inspect_case`
     threads:int=0,  # 0: as many as there are cores, at most 4
-    progress:bool=False,  # show a progress bar
+    progress:bool=False,  # show how far it is, where it takes long
     **kw,  # required and at_least, see `inspect_case`
 ) -> list:  # of `Check`, in the order of the cases
     "Inspect many cases."
-    return inspect_each(lambda c: inspect_case(c, resample, **kw), cases, threads, "checking cases" * progress)
+    return inspect_each(partial(inspect_case, resample=resample, **kw), cases, threads, "checking cases" * progress)
 
 # %% ../../nbs/data/04_cases.ipynb #e2b8d408
 def sort_cases(cases, resample=False, **kw) -> tuple:
     "(sound cases, [(case, reason), …]); options as in `inspect_cases`."
     checks = inspect_cases(cases, resample, **kw)
     return [c.case for c in checks if not c.reason], [(c.case, c.reason) for c in checks if c.reason]
-
-# %% ../../nbs/data/04_cases.ipynb #77bfa2b3
-_COLUMNS = ("case", "modalities", "voxels (z, y, x)", "spacing, mm", "1st…99th percentile", "finding")
-
-
-def _row(check):
-    "A check as one string per column."
-    size = "×".join(map(str, check.shape or ())) or "–"
-    spacing = "×".join(f"{s:.4g}" for s in check.spacing or ()) or "–"
-    ranges = " ".join(f"{m} {lo:.4g}…{hi:.4g}" for m, (lo, hi) in check.ranges.items()) or "–"
-    finding = f"quarantine: {check.reason}" if check.reason else "; ".join(["ok", *map(str, check.findings)])
-    return check.case.name, " ".join(check.case.modalities), size, spacing, ranges, finding
-
-# %% ../../nbs/data/04_cases.ipynb #ed7aedd0
-def _markdown(rows):
-    "Rows under `_COLUMNS` as the lines of a Markdown table."
-    rows = [_COLUMNS, *([cell.replace("|", "\\|").replace("\n", " ") for cell in r] for r in rows)]
-    last = len(_COLUMNS) - 1
-    width = [len(_COLUMNS[i]) if i == last else max(len(r[i]) for r in rows) for i in range(last + 1)]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(r, width)) + " |" for r in rows]
-    return [lines[0], "|" + "|".join("-" * (w + 2) for w in width) + "|", *lines[1:]]
-
-
-def _html_row(cells, tag, color=""):
-    "A row of an HTML table."
-    cell = lambda c: f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>"
-    return f"<tr{color}>" + "".join(map(cell, cells)) + "</tr>"
-
-# %% ../../nbs/data/04_cases.ipynb #23e84f65
-@dataclass(repr=False)
-class Report:
-    "The checks of a data set as a table."
-    checks:list  # of `Check`
-    notes:tuple = ()  # what is to be said of all cases together, a sentence each
-
-    def __str__(self):
-        notes = ["", *self.notes] if self.notes else []
-        return "\n".join([self.title, "", *_markdown(self.rows()), *notes])
-
-    __repr__ = __str__
-
-    def _repr_html_(self):
-        red = lambda c: " style='color:#b00'" if c.reason else ""
-        body = "".join(_html_row(r, "td", red(c)) for r, c in zip(self.rows(), self.checks))
-        notes = "".join(f"<p>{html.escape(n)}</p>" for n in self.notes)
-        return f"<p>{html.escape(self.title)}</p><table>{_html_row(_COLUMNS, 'th')}{body}</table>{notes}"
-
-# %% ../../nbs/data/04_cases.ipynb #54f106de
-@patch(as_prop=True)
-def ok(self:Report) -> bool:
-    "Whether every case is sound."
-    return not any(c.reason for c in self.checks)
-
-
-@patch(as_prop=True)
-def title(self:Report) -> str:
-    "The counts in one line."
-    n, bad = len(self.checks), sum(bool(c.reason) for c in self.checks)
-    return f"{n} case{'s' * (n != 1)}: {n - bad} sound, {bad} in quarantine"
-
-
-@patch
-def rows(self:Report) -> list:
-    "One tuple of strings per case."
-    return [_row(c) for c in self.checks]
 
 # %% ../../nbs/data/04_cases.ipynb #2358d48e
 def preflight(

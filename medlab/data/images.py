@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LUMINANCE', 'RASTER', 'TIFF', 'NIFTI', 'Image', 'read_image', 'is_volume', 'file_stem', 'read_scan', 'read_any',
-           'write_image', 'write_any']
+           'maker_facts', 'write_image', 'write_any']
 
 # %% ../../nbs/data/02_images.ipynb #7916b481
 import io
@@ -17,10 +17,11 @@ import numpy as np
 import tifffile
 from PIL import Image as Pillow
 from PIL import ImageOps
+from pydicom.uid import UID
 
-from ..core import UserError
+from ..core import UserError, printable
 from ..intake.opened import read_whole, reading, size_of, within
-from .dicom import is_dicom, read_dicom
+from .dicom import _get, _places, is_dicom, read_dicom, read_header
 from .volume import Volume, _write_whole, read_volume, write_volume
 
 # %% ../../nbs/data/02_images.ipynb #6e3e3eca
@@ -177,6 +178,39 @@ def read_any(
 ):  # `Image` or `Volume`
     "Read an image or a volume; raises `UserError` for what is neither."
     return (_reader(path) or read_image)(path, finite=finite)
+
+# %% ../../nbs/data/02_images.ipynb #cbae0b7f
+def _spacing_source(h):
+    "Where a header says how large a voxel is."
+    frames, shared = h.get("PerFrameFunctionalGroupsSequence"), h.get("SharedFunctionalGroupsSequence")
+    holds = lambda items: any(len(i.get("PixelMeasuresSequence") or ()) for i in (items or ())[:1])
+    places = _places(h)[0]
+    has = lambda name: _get(places, name) is not None
+    plane = next((text for text, there in (("per-frame groups", holds(frames)), ("shared groups", holds(shared)),
+                                           ("header", h.get("PixelSpacing"))) if there), "no PixelSpacing")
+    across = next((text for name, text in (("ImagePositionPatient", "positions"),
+        ("SpacingBetweenSlices", "SpacingBetweenSlices"), ("SliceThickness", "SliceThickness")) if has(name)), "nothing")
+    return f"{plane}, {across}"
+
+
+def maker_facts(
+    path,  # a file, or the folder of DICOM
+    series:str="",  # SeriesInstanceUID or number, where the folder holds several; "": of its first file
+) -> dict:  # manufacturer, model, codec, spacing from; {}: it is no DICOM
+    "What DICOM says of the device that made it; of a damaged header that it is unknown."
+    path = Path(path)
+    every = sorted(p for p in path.iterdir() if not p.name.startswith(".")) if path.is_dir() else [path]
+    for p in every:
+        try:
+            if size_of(p) <= 132 or not is_dicom(p): continue
+            h = read_header(p, "Manufacturer", "ManufacturerModelName")
+        except UserError: return dict(manufacturer="header damaged")
+        if str(series) not in ("", str(h.get("SeriesInstanceUID")), str(h.get("SeriesNumber"))): continue
+        said = lambda name: printable(str(h.get(name) or "").strip("\0 "), 80) or "unknown"
+        codec = UID(h.file_meta.get("TransferSyntaxUID") or "").name or "unknown"
+        return {"manufacturer": said("Manufacturer"), "model": said("ManufacturerModelName"), "codec": codec,
+                "spacing from": _spacing_source(h)}
+    return {}
 
 # %% ../../nbs/data/02_images.ipynb #d73ce5ab
 def _png(path, data, dtype):

@@ -8,6 +8,7 @@ __all__ = ['Scale', 'inspect_pair', 'inspect_pairs', 'pair_patients', 'folder_sp
 
 # %% ../../nbs/data/09_pairs.ipynb #500b3bd6
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ def _inspect_loaded(check, loaded, degradation, depth):
         scale = Scale.of(x)
         check.ranges[part] = scale.lo, scale.hi
         check.prints[part] = fingerprint(x[0] if x.ndim == 4 else x)
+        check.see(part, x[0] if len(x) == 1 else x, loaded.like.spacing)
     if loaded.blur is None: degradation.brightness(loaded.sharp)
     check.shape, check.spacing = loaded.like.shape, loaded.like.spacing
     for note in getattr(loaded.like, "notes", ()): check.say("", note, fatal=False)
@@ -81,10 +83,12 @@ def inspect_pairs(
     pairs,  # any iterable of pairs
     spatial_dims:int,  # 2 or 3
     threads:int=0,  # 0: as many as there are cores, at most 4
+    progress:bool=False,  # show how far it is, where it takes long
     **kw,  # degradation and depth, see `inspect_pair`
 ) -> list:  # of `Check`, in the order of the pairs
     "Inspect many pairs."
-    return inspect_each(lambda p: inspect_pair(p, spatial_dims, **kw), pairs, threads)
+    look = partial(inspect_pair, spatial_dims=spatial_dims, **kw)
+    return inspect_each(look, pairs, threads, "checking pairs" * progress)
 
 # %% ../../nbs/data/09_pairs.ipynb #4f3e5069
 def pair_patients(

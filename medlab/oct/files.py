@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'OCTCase', 'OCTPhantomCase', 'oct_phantom_cases', 'find_oct', 'inspect_oct_case', 'inspect_oct',
-           'reason_kind', 'FaultTable', 'faults_by_manufacturer']
+           'faults_by_manufacturer']
 
 # %% ../../nbs/oct/02_files.ipynb #19036ed7
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -20,12 +19,13 @@ from pydicom.uid import UID
 from ..cohort.fingerprint import fingerprint
 from ..cohort.identity import patient_of, without_visit
 from ..core import UnknownName, UserError
-from ..data.cases import Check, _folders, _html_row, _rename_doubles, inspect_each
+from ..data.cases import Check, _folders, _rename_doubles, inspect_each
 from ..data.dicom import NAMED, is_dicom
-from ..data.images import NIFTI, RASTER, TIFF, file_stem, is_volume
+from ..data.images import NIFTI, RASTER, TIFF, file_stem, is_volume, maker_facts
 from ..data.volume import _refuse_nonfinite, read_volume
 from ..intake.opened import lies_there, size_of
 from ..intake.texts import read_csv
+from ..preflight.faults import FaultTable, fault_table
 from .phantoms import EYES, VENDORS, OCTPhantom, _cohort, _drawn, oct_phantom
 from .scans import (MAKERS, UNKNOWN, VENDOR_FILES, OCTScan, domain_of, eye_of, header_facts, natural,
                               is_placed, oct_header, page_count, read_oct_dicom, read_pages, read_stack,
@@ -289,6 +289,7 @@ def inspect_oct_case(
 ) -> Check:
     "Read a case through and report what is wrong with it; never raises for the case's own faults."
     check = Check(case)
+    if case.kind == "dicom" and (made := maker_facts(case.paths[0])): check.facts["dicom"] = made
     try: scan = case.read()
     except UserError as e:
         check.fail(e)
@@ -296,6 +297,7 @@ def inspect_oct_case(
     check.shape, check.spacing = scan.data.shape, scan.spacing
     check.ranges["oct"] = tuple(np.percentile(scan.data[scan.seen], (1, 99)).tolist())
     check.prints["oct"] = fingerprint(scan.data)
+    check.see("oct", scan.data, scan.spacing)
     for note in scan.notes: check.say("", note, fatal=False)
     gone = int((~scan.seen).sum())
     if gone: check.say("", f"{gone} of {len(scan.seen)} frames hold nothing", fatal=False)
@@ -304,73 +306,15 @@ def inspect_oct_case(
 # %% ../../nbs/oct/02_files.ipynb #ad9597c5
 def inspect_oct(
     cases,  # any iterable of cases
-    threads:int=1,  # a volume of 128 × 1024 × 512 takes about 0.5 GB while it is read
+    threads:int=0,  # cases at once, as far as there is memory; 0: as many as there are cores, at most 4
     progress:bool=False,  # show a progress bar
 ) -> list:  # of `Check`, in the order of the cases
     "Inspect many cases."
-    threads = max(1, min(threads, os.cpu_count() or 1))
     return inspect_each(inspect_oct_case, cases, threads, "checking scans" * progress)
-
-# %% ../../nbs/oct/02_files.ipynb #b2cd3459
-_KINDS_OF_REASON = (
-    ("no pixel data", "no pixel data"), ("vendor's file unreadable", "OCT-Converter|no OCT volume|Analyze"),
-    ("extra not installed", "pip install"), ("file is not there", "is not there"),
-    ("header damaged", "damaged DICOM header|damaged NIfTI header|no NIfTI file"),
-    ("pixels damaged", "cannot be (decoded|read)|truncated|ends early|is damaged|is empty"),
-    ("colours", "colours|alpha channel"), ("one frame only", "one frame only|2D image|one image"),
-    ("frames differ in size", "differ in size|cut alike"),
-    ("frames not in a row", "evenly|straight line|images, at each|volumes"),
-    ("constant", "is constant"), ("not finite", "NaN"))
-
-
-def reason_kind(
-    reason:str,  # why a case is in quarantine
-) -> str:
-    "The kind of a reason, for counting; other for one of no known kind."
-    return next((kind for kind, words in _KINDS_OF_REASON if re.search(words, reason)), "other")
-
-# %% ../../nbs/oct/02_files.ipynb #f321b6ec
-@dataclass(repr=False)
-class FaultTable:
-    "What cannot be read, counted by manufacturer."
-    counts:dict  # manufacturer → {"sound": n, kind of reason: n}
-
-    @property
-    def columns(self) -> tuple:
-        "Sound, and the kinds that occur."
-        kinds = {k for c in self.counts.values() for k in c if k != "sound"}
-        return "sound", *sorted(kinds)
-
-    def rows(self) -> list:
-        "One tuple of strings per manufacturer: its name, volumes, share in quarantine, and each column."
-        made = []
-        for maker, c in sorted(self.counts.items()):
-            n = sum(c.values())
-            share = f"{100 * (n - c.get('sound', 0)) / n:.0f} %"
-            made.append((maker, str(n), share, *(str(c.get(k, 0)) for k in self.columns)))
-        return made
-
-    @property
-    def _head(self): return "manufacturer", "volumes", "quarantine", *self.columns
-
-    def __str__(self): return "\n".join(" | ".join(r) for r in (self._head, *self.rows()))
-
-    __repr__ = __str__
-
-# %% ../../nbs/oct/02_files.ipynb #27e5ff82
-@patch
-def _repr_html_(self:FaultTable):
-    "The table in a notebook."
-    body = "".join(_html_row(r, "td") for r in self.rows())
-    return f"<table>{_html_row(self._head, 'th')}{body}</table>"
 
 # %% ../../nbs/oct/02_files.ipynb #b5536f9b
 def faults_by_manufacturer(
     checks,  # of `inspect_oct`
 ) -> FaultTable:
     "Count sound volumes and the kinds of faults of each manufacturer."
-    counts = {}
-    for c in checks:
-        kind = reason_kind(c.reason) if c.reason else "sound"
-        counts.setdefault(c.case.manufacturer, Counter())[kind] += 1
-    return FaultTable({m: dict(c) for m, c in counts.items()})
+    return fault_table(checks, lambda c: c.case.manufacturer)

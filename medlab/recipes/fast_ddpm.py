@@ -16,12 +16,13 @@ from ..core import UnknownName, UserError, derive_seed, generator, strict
 from ..losses.diffusion import PREDICTIONS, Schedule, add_noise, antithetic, ddim_sample, diffusion_losses
 from ..losses.diffusion import target, time_points
 from ..metrics import apply_linear, fit_linear, psnr, ssim
-from ..data.cases import BRATS, Report, find_cases, inspect_cases
+from ..data.cases import BRATS, find_cases, inspect_cases
 from ..data.modalities import ModalityDataset, Range, load_case, resize, to_volume, typical
 from ..data.cases import PhantomCase
 from ..data.split import Split
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
+from ..preflight.report import Report
 from ..memory.tiles import Tiles, blend_tiles, checked_overlap, count_tiles, in_bf16
 from .base import Recipe, Table
 
@@ -141,7 +142,7 @@ def _look(self:FastDDPM):
     if not self.data_root: return inspect_cases(self._phantom_cases()[:4])
     needed = () if self.target == "any" else (self.target,)
     found = find_cases(self.data_root, self.names)[:self.limit or None]
-    return inspect_cases(found, self.resample, at_least=2, required=needed)
+    return inspect_cases(found, self.resample, progress=True, at_least=2, required=needed)
 
 
 @patch

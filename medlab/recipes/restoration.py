@@ -20,7 +20,6 @@ from ..metrics import psnr, ssim
 from ..nets import frequency
 from ..nets.restoration import OPTIONS, restoration_net
 from ..data.blur import Degradation
-from ..data.cases import Report
 from ..data.images import Image, write_any
 from ..data.pair_files import PhantomPair, find_pairs
 from ..data.pairs import PairDataset, folder_split, inspect_pairs, pair_patients
@@ -28,6 +27,7 @@ from ..data.split import Split
 from ..knobs.fixes import Fix, FIXES
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
+from ..preflight.report import Report
 from .base import Recipe, output_file
 
 # %% ../../nbs/recipes/02_restoration.ipynb #c77e4afd
@@ -202,7 +202,8 @@ def _look(recipe):
     "(pairs by the part of the split that their folder makes, a `Check` of each)"
     found = find_pairs(recipe.data_root, recipe.pattern) if recipe.data_root else dict(all=recipe._phantoms())
     looked = {p.name: p for ps in found.values() for p in ps}.values() if recipe.data_root else found["all"][:2]
-    return found, inspect_pairs(looked, recipe.spatial_dims, degradation=recipe.degradation, depth=recipe.depth)
+    options = dict(degradation=recipe.degradation, depth=recipe.depth, progress=True)
+    return found, inspect_pairs(looked, recipe.spatial_dims, **options)
 
 
 def _sound_pairs(recipe, found, checks):

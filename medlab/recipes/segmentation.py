@@ -20,9 +20,8 @@ from ..memory.inference import sums_device
 from ..memory.tiles import Tiles, blend_tiles, checked_overlap, count_tiles, in_bf16
 from ..metrics import label_scores
 from ..nets.segmentation import classes_of, heads, segmentation_net, side_factor
-from ..data.cases import Report
 from ..data.label_files import Found, LabelledPhantom, find_labelled
-from ..data.labelled import Intensity, inspect_all, label_notes
+from ..data.labelled import Intensity, inspect_all, label_notes, volumes_in_words
 from ..data.labels import IGNORE, LabelTable, Overlaid
 from ..data.patches import Augment, PatchDataset
 from ..data.split import Split
@@ -30,6 +29,7 @@ from ..data.volume import Volume, write_volume
 from ..knobs.fixes import Fix, FIXES
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
+from ..preflight.report import Report
 from .base import Recipe, output_file
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #28be5341
@@ -223,7 +223,7 @@ def _survey_files(recipe):
     known, channels = recipe.labels or found.names, _channels(found)
     table = LabelTable.of(known, found.names, found.ignore) if known else None
     options = dict(intensity=recipe.scale, channels=channels, resample=recipe.resample, table=table)
-    return _Survey(found, inspect_all(found.cases, **options), channels, table)
+    return _Survey(found, inspect_all(found.cases, progress=True, **options), channels, table)
 
 
 def _survey(recipe):
@@ -279,12 +279,17 @@ def remember(self:Segmentation, info):
     self.channels, self.cases = info["channels"], {}
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #d450b488
+def _listed(ids, most=20):
+    "Ids in a row."
+    return ", ".join(map(str, [*ids][:most])) + f" and {len(ids) - most} more" * (len(ids) > most)
+
+
 @patch
 def preflight(self:Segmentation) -> Report:
     "Every case, and the labels that it holds; as `setup` will see them."
     survey = self.read_ahead(lambda: _survey(self))
     for c, ids in survey.checked:
-        if ids: c.say("label", f"holds {', '.join(map(str, ids))}", fatal=False)
+        if ids: c.say("label", f"holds {_listed(ids)}" + (f" ({told})" if (told := volumes_in_words(c)) else ""), False)
     checks, sound = [c for c, _ in survey.checked], survey.ids()
     if not sound: return Report(checks, ())
     notes = label_notes(sound, survey.table_of(sound), "sound ")

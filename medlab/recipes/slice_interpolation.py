@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..core import CaseFault, UnknownName, UserError, derive_seed, generator, strict
 from ..contracts.system import System
-from ..data.cases import Report
 from ..data.images import is_volume
 from ..data.split import Split
 from ..data.volume import Volume, write_volume
@@ -39,6 +38,7 @@ from ..slices.ceiling import measure_ceiling
 from ..slices.coding import Coded, base_volume, code_base, make_latents, plan_latents
 from ..slices.files import SlicePhantom, find_slices
 from ..slices.latents import LatentDataset, LatentStore
+from ..preflight.report import Report
 from ..slices.pairs import inspect_slices, load_slices, mixed_spacings
 from ..slices.profile import PROFILES, interpolate
 from ..slices.scores import consistency, detail, plane_scores, rplhr_scores, slice_scores
@@ -233,7 +233,8 @@ def _phantoms(self:SliceInterpolation):
 def _look(self:SliceInterpolation):
     "The `Check` of every case, or of the first phantoms."
     if not self.data_root: return inspect_slices(self._phantoms()[:2], **self._profile())
-    return inspect_slices(find_slices(self.data_root, self.factor)[:self.limit or None], **self._profile())
+    found = find_slices(self.data_root, self.factor)[:self.limit or None]
+    return inspect_slices(found, progress=True, **self._profile())
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #5bf9f08d
 @patch

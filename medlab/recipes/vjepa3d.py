@@ -24,7 +24,6 @@ from ..cohort.identity import with_patients
 from ..contracts.batch import Batch
 from ..contracts.system import Average, System
 from ..data.cache import ByteCache
-from ..data.cases import Report
 from ..data.labels import Overlaid
 from ..data.modalities import held_extent
 from ..data.split import Split
@@ -41,6 +40,7 @@ from medlab.jepa.pictures import (
 from ..knobs.traits import Real
 from ..nets.vjepa import POSITIONS, SIZES, VJEPANet, Encoder, Predictor, load_public, take, token_grid, token_mask
 from ..oct.domains import BALANCES, STANDARDS, LoadedOCT, OCTDataset, OCTVariation, load_oct, split_oct
+from ..preflight.report import Report
 from ..oct.files import OCTPhantomCase, faults_by_manufacturer, find_oct, inspect_oct, oct_phantom_cases
 from ..probes.embed import embed_cases
 from ..probes.heads import knn_probe
@@ -314,7 +314,7 @@ def _look(self:VJEPA3D):
     "The `Check` of every volume, or of the first phantoms."
     if not self.data_root: return [self._checked(c) for c in inspect_oct(self.phantom_cases()[:2])]
     cases = with_patients(find_oct(self.data_root)[:self.limit or None], self.patient_rule)
-    return [self._checked(c) for c in inspect_oct(cases)]
+    return [self._checked(c) for c in inspect_oct(cases, progress=True)]
 
 
 @patch

@@ -7,8 +7,8 @@ __all__ = ['slices_first', 'template', 'measured', 'LoadedSlices', 'load_slices'
            'mixed_spacings', 'split_slices']
 
 # %% ../../nbs/slices/03_pairs.ipynb #9930237d
-import os
 from dataclasses import dataclass, replace
+from functools import partial
 
 import nibabel as nib
 import numpy as np
@@ -19,6 +19,7 @@ from scipy import ndimage
 from ..cohort.fingerprint import fingerprint
 from ..core import CaseFault, UserError
 from ..data.cases import Check, inspect_each
+from ..data.images import maker_facts
 from ..data.split import Split, split_cases
 from ..data.volume import _KINDS, Grid, Volume
 from .files import SeriesFacts, slice_axis
@@ -403,6 +404,8 @@ def inspect_slice_case(
 ) -> Check:  # its shape and spacing are the thin grid's, its ranges the 1st and 99th percentile of what was measured
     "Read a case through and report what is wrong with it; never raises for the case's own faults."
     check = Check(case)
+    for part, path in sorted(case.files.items()):  # of both the thin one
+        if made := maker_facts(path, getattr(case, f"{part}_series", "")): check.facts["dicom"] = made
     try: got = load_slices(case, factor, **settings)
     except CaseFault as e:
         check.fail(e)
@@ -410,8 +413,10 @@ def inspect_slice_case(
     check.shape, check.spacing = got.like.shape, got.spacing
     of_thick = got.valid.reshape(len(got.thick), got.factor, *got.valid.shape[1:]).all(1)
     for part, x, seen in (("thick", got.thick, of_thick), ("thin", got.thin, got.valid)):
-        if x is not None and seen.any(): check.ranges[part] = tuple(np.percentile(_some(x[seen]), (1, 99)).tolist())
-        if x is not None and not (got.simulated and part == "thick"): check.prints[part] = fingerprint(x)
+        if x is None or not seen.any(): continue
+        check.see(part, x, got.spacing if part == "thin" else (got.factor * got.spacing[0], *got.spacing[1:]))
+        check.ranges[part] = tuple(np.percentile(_some(x[seen]), (1, 99)).tolist())
+        if not (got.simulated and part == "thick"): check.prints[part] = fingerprint(x)
     if got.simulated: check.say("", "thick slices are simulated", fatal=False)
     for note in got.notes: check.say("", note, fatal=False)
     out = 100 * float((~got.valid).mean())
@@ -422,12 +427,13 @@ def inspect_slice_case(
 def inspect_slices(
     cases,  # any iterable of cases
     factor:int=5,  # thin slices per thick one
-    threads:int=1,  # a scan of 300 × 512 × 512 takes about 1 GB while it is read
+    threads:int=0,  # cases at once, as far as there is memory; 0: as many as there are cores, at most 4
+    progress:bool=False,  # show how far it is, where it takes long
     **settings,  # see `load_slices`
 ) -> list:  # of `Check`, in the order of the cases
     "Inspect many cases; raises `UserError` for impossible settings."
-    threads = max(1, min(threads, os.cpu_count() or 1))
-    return inspect_each(lambda c: inspect_slice_case(c, factor, **settings), cases, threads)
+    look = partial(inspect_slice_case, factor=factor, **settings)
+    return inspect_each(look, cases, threads, "checking scans" * progress)
 
 
 def mixed_spacings(
