@@ -27,6 +27,11 @@ class Limits:
     frames:int = 2**16  # of a DICOM file, pages of a TIFF
     header:int = 2**26  # bytes before the voxels, and behind them
     text:int = 2**26  # bytes of a list or of settings
+    file:int = 2**30  # bytes of a file that must be read whole, because what it holds is packed
+    ratio:int = 2000  # bytes that a packed byte may become, where they are more than `header`
+    child:int = 1  # packed pixels are decoded in a process of their own; 0: in this one, for files that are trusted
+    seconds:int = 5  # of the processor, for an image in that process, and one more for each 4 MiB of it
+    memory:int = 3 * 2**28  # bytes for a decoder in that process, and 16 for each byte of the image
 
 
 @functools.lru_cache(8)
@@ -38,7 +43,7 @@ def _limits(text):
         if name not in known: raise UnknownName(f"limit in {VARIABLE}", name, known)
         try: given[name] = int(float(number))
         except (ValueError, OverflowError): given[name] = 0
-        if given[name] < 1:
+        if given[name] < (name != "child"):
             raise UserError(f"{VARIABLE}: {part!r} must be a number above 0, such as {name}={getattr(Limits, name)}")
     return Limits(**given)
 
@@ -48,6 +53,9 @@ def limits() -> Limits:
     return _limits(os.environ.get(VARIABLE, ""))
 
 
+_UNITS = dict(voxels="voxels", frames="frames", file="bytes to be read whole", ratio="bytes from each packed one")
+
+
 def within(
     path,  # of the file, for the message
     name:str,  # a field of `Limits`
@@ -55,7 +63,7 @@ def within(
 ):
     "Raise `UserError` where a file asks for more than a limit."
     if value <= (most := getattr(limits(), name)): return
-    raise UserError(f"{path}: asks for {value:,} {name if name in ('voxels', 'frames') else 'bytes of ' + name}, and "
+    raise UserError(f"{path}: asks for {value:,} {_UNITS.get(name, 'bytes of ' + name)}, and "
         f"the limit is {most:,}; if the file is sound, set {VARIABLE}={name}={value}")
 
 # %% ../../nbs/intake/00_opened.ipynb #b48a6f74
@@ -145,7 +153,9 @@ def read_whole(
     path,  # a file
 ) -> bytes:  # never empty
     "The bytes of an ordinary file; raises `UserError` where there is none, or nothing in it."
-    with reading(path), opened(path) as f: raw = f.read()
+    with reading(path), opened(path) as f:
+        within(path, "file", os.fstat(f.fileno()).st_size)
+        raw = f.read(limits().file + 1)
     if not raw: raise UserError(f"{path}: is empty (0 bytes); copy it again from its source")
     return raw
 
