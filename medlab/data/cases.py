@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from ..cohort.identity import without_visit
-from ..core import UnknownName, UserError
+from ..core import UnknownName, UserError, printable
 from ..intake.opened import lies_there
 from .volume import Volume, brain_range, read_volume, same_grid
 from ..phantoms import MODALITIES, brain
@@ -337,7 +337,7 @@ def _row(check):
 # %% ../../nbs/data/04_cases.ipynb #ed7aedd0
 def _markdown(rows):
     "Rows under `_COLUMNS` as the lines of a Markdown table."
-    rows = [_COLUMNS, *([cell.replace("|", "\\|").replace("\n", " ") for cell in r] for r in rows)]
+    rows = [_COLUMNS, *([printable(cell.replace("|", "\\|").replace("\n", " ")) for cell in r] for r in rows)]
     last = len(_COLUMNS) - 1
     width = [len(_COLUMNS[i]) if i == last else max(len(r[i]) for r in rows) for i in range(last + 1)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(r, width)) + " |" for r in rows]

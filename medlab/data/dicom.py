@@ -27,7 +27,7 @@ from pydicom.uid import UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEnd
 
 from ..core import UserError, printable
 from ..intake.child import Job, decoded
-from ..intake.opened import limits, opened, read_whole, reading, size_of, within
+from ..intake.opened import limits, most_pixels, opened, read_whole, reading, size_of, within
 from .volume import Grid, Volume, _refuse_nonfinite
 
 # %% ../../nbs/data/01_dicom.ipynb #db5a1af1
@@ -108,12 +108,15 @@ _INTEGERS = {*"""Rows Columns NumberOfFrames SamplesPerPixel PixelRepresentation
 _NUMBERS = {*"""SliceThickness SpacingBetweenSlices RescaleSlope RescaleIntercept EchoTime EffectiveEchoTime
     DiffusionBValue""".split()}
 _LISTS = {"ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"}
+_META = "TransferSyntaxUID", "MediaStorageSOPClassUID"
+_WORDS = {*_META, *"SOPClassUID SOPInstanceUID SeriesInstanceUID PhotometricInterpretation Modality SeriesDescription".split()}
 
 
 def _fits(name, value):
     "Whether a value is of the kind that its tag is to have; one that is empty always is."
     if value is None or value == "" or isinstance(value, MultiValue) and not value: return True
     if name in _INTEGERS: return isinstance(value, int)
+    if name in _WORDS: return isinstance(value, str)
     if name in _NUMBERS: return isinstance(value, (int, float)) and np.isfinite(float(value))
     if name in _LISTS: return isinstance(value, MultiValue) and all(isinstance(v, (int, float)) for v in value)
     return not isinstance(value, (bytes, MultiValue)) or name in _MANY
@@ -157,6 +160,7 @@ def read_header(
         at = file.tell()
         header.filename, header.at, header.behind = str(path), at, file.seek(0, io.SEEK_END) - at  # bytes
         _converted(path, header, _tags_of((*wanted, *_NESTED)))
+        _converted(path, header.file_meta, _tags_of(_META))
         _refuse_sizes(path, header)
     return header
 
@@ -625,7 +629,7 @@ def _packed(path, header, indices):
         bytes_of = _encoded(path, header, file)
         for i in indices:
             raw = bytes_of(i)
-            if frame > limits().header: within(path, "ratio", frame // max(1, len(raw)))
+            if frame > most_pixels(len(raw)): within(path, "ratio", frame // max(1, len(raw)))
             yield Job(path, "medlab.intake.decoders:dicom_frame", raw, options, frame, _WHAT)
 
 # %% ../../nbs/data/01_dicom.ipynb #ad7c5e6f

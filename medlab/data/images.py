@@ -21,7 +21,7 @@ from PIL import Image as Pillow
 from ..core import UserError
 from ..intake.child import Job, decoded
 from ..intake.decoders import listening
-from ..intake.opened import read_whole, reading, size_of, within
+from ..intake.opened import most_pixels, read_whole, reading, size_of, within
 from .dicom import is_dicom, read_dicom
 from .volume import Volume, _write_whole, read_volume, write_volume
 
@@ -80,7 +80,8 @@ def is_tiff(
 
 def _job(path):
     "A PNG or JPEG for the child."
-    return Job(path, "medlab.intake.decoders:picture", read_whole(path), remedy=_REMEDY)
+    raw = read_whole(path)
+    return Job(path, "medlab.intake.decoders:picture", raw, dict(most=most_pixels(len(raw))), remedy=_REMEDY)
 
 # %% ../../nbs/data/02_images.ipynb #13f3ab5d
 def _refuse_pages(path, pages, one):
@@ -101,8 +102,10 @@ def tiff_pages(
         with listening(), tifffile.TiffFile(source) as file:
             _refuse_pages(path, file.pages, one)
             if all(p.compression == 1 for p in file.pages): return [p.asarray() for p in file.pages]
+            promised = sum(int(p.nbytes) for p in file.pages)
         size = source.seek(0, io.SEEK_END)
         within(path, "file", size)
+        if promised > most_pixels(size): within(path, "ratio", promised // size)
         source.seek(0)
         return next(decoded([Job(path, "medlab.intake.decoders:tiff_pages", source.read(size), remedy=_REMEDY)]))
 

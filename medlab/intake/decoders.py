@@ -49,8 +49,16 @@ def _refuse_mode(raw, image):
     if image.mode not in _MODES: raise Undecodable(f"has the colour mode {image.mode}; save it as grey or RGB")
 
 
+def _refuse_bomb(raw, size, most):
+    "Raise for more bytes of pixels than packed ones may become."
+    if not most or size <= most: return
+    raise Undecodable(f"asks for {size:,} bytes of pixels from {len(raw):,} packed ones; if the file is sound, set "
+        f"MEDLAB_LIMITS=ratio={size // len(raw) + 1}")
+
+
 def picture(
     raw:bytes,  # a PNG or JPEG
+    most:int=0,  # bytes of its pixels; 0: as many as there are
 ):
     "Yield the pixels of an image, (y, x) or (y, x, channels), turned as its EXIF says."
     from PIL import Image, ImageOps
@@ -58,6 +66,7 @@ def picture(
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         with _open(raw) as image:
             _refuse_mode(raw, image)
+            _refuse_bomb(raw, image.width * image.height * len(image.getbands()), most)
             image.load()
             image = ImageOps.exif_transpose(image)
             to = {"P": "RGBA", "PA": "RGBA", "1": "L"}.get(image.mode)

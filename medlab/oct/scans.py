@@ -16,10 +16,10 @@ import numpy as np
 import tifffile
 from pydicom.uid import UID
 
-from ..core import UserError, optional
+from ..core import UserError, optional, printable
 from ..data.dicom import (_fill, _get, _places, _refuse_codec, _refuse_frames, _Slice, known_patient, read_dicom,
                                read_header)
-from ..data.images import _grey, read_images, tiff_pages
+from ..data.images import _grey, _refuse_pixels, read_images, tiff_pages
 from ..data.volume import Volume
 from ..intake.decoders import listening
 from ..intake.opened import opened, reading, within
@@ -103,7 +103,8 @@ def header_facts(
     "Whose scan a DICOM file is, of which eye, and by whose device."
     eyes = {eye_of(str(s)) for s in _sides(header)} - {""}
     maker = str(header.get("Manufacturer") or header.get("ManufacturerModelName") or "")
-    return known_patient(str(header.get("PatientID") or "")), eyes.pop() if len(eyes) == 1 else "", domain_of(maker, "")
+    eye = eyes.pop() if len(eyes) == 1 else ""
+    return known_patient(str(header.get("PatientID") or "")), eye, domain_of(printable(maker, 200), "")
 
 # %% ../../nbs/oct/01_scans.ipynb #5b928bd9
 def _refuse_empty(header):
@@ -225,6 +226,7 @@ def read_pages(
 ) -> tuple:  # ((z, y, x) float32, notes)
     "Read a TIFF of one B-scan a page; raises `UserError` where it cannot be read."
     with opened(path) as raw: every = tiff_pages(path, raw)
+    for a in every: _refuse_pixels(path, a)
     grey = [_grey(path, a) for a in every]
     _refuse_uneven(path, [(f"page {i}", a) for i, (a, _) in enumerate(grey)])
     return np.stack([a for a, _ in grey]).astype(np.float32), list(dict.fromkeys(n for _, ns in grey for n in ns))
