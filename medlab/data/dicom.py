@@ -12,6 +12,7 @@ import io
 import itertools
 import re
 import struct
+import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,13 +150,29 @@ _NESTED = """PlanePositionSequence PlaneOrientationSequence PixelMeasuresSequenc
 def _tags_of(names): return frozenset(map(pydicom.tag.Tag, names))
 
 
+class _Unvalidated:
+    "Within it pydicom does not warn of odd values, with the bytes of a file in its words; also where threads read at once."
+    lock, inside, mode = threading.Lock(), 0, None
+
+    def __enter__(self):
+        with self.lock:
+            if not _Unvalidated.inside: _Unvalidated.mode = pydicom.config.settings.reading_validation_mode
+            _Unvalidated.inside += 1
+            pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
+
+    def __exit__(self, *error):
+        with self.lock:
+            _Unvalidated.inside -= 1
+            if not _Unvalidated.inside: pydicom.config.settings.reading_validation_mode = self.mode
+
+
 def read_header(
     path,  # a DICOM file
     *more,  # keywords of tags that are read beside those of geometry and pixels
 ):  # pydicom's data set, without pixels
     "The header of a file, its values of the kinds they are to have; raises `UserError` where it is damaged."
     wanted = *_TAGS, *more
-    with reading(path, "has a damaged DICOM header"), dicom_source(path) as file:
+    with reading(path, "has a damaged DICOM header"), _Unvalidated(), dicom_source(path) as file:
         header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=[*wanted])
         at = file.tell()
         header.filename, header.at, header.behind = str(path), at, file.seek(0, io.SEEK_END) - at  # bytes
