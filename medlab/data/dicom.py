@@ -29,7 +29,7 @@ from pydicom.uid import UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEnd
 from ..core import UserError, printable
 from ..intake.child import Job, decoded
 from ..intake.opened import limits, most_pixels, opened, read_whole, reading, size_of, within
-from .volume import Grid, Volume, _refuse_nonfinite
+from .volume import Grid, Volume, _laid, _refuse_nonfinite
 
 # %% ../../nbs/data/01_dicom.ipynb #db5a1af1
 def is_dicom(
@@ -74,14 +74,17 @@ def _pixel_bytes(header):
     return -(-count * get("BitsAllocated", 8) // 8)
 
 
+_SIZES = "Rows", "Columns", "NumberOfFrames", "BitsAllocated", "SamplesPerPixel"
+
+
 def _refuse_sizes(path, header):
     "Raise for sizes that no image has, and for more than the limits allow."
-    odd = [f"{k} {header.get(k)}" for k in ("Rows", "Columns", "NumberOfFrames", "BitsAllocated", "SamplesPerPixel")
-        if header.get(k) not in (None, "") and header.get(k) < (k in ("NumberOfFrames", "BitsAllocated"))]
+    sizes = {k: v for k in _SIZES if (v := header.get(k)) is not None and v != ""}
+    odd = [f"{k} {v}" for k, v in sizes.items() if v < (k in ("NumberOfFrames", "BitsAllocated"))]
     if odd: raise UserError(f"{path}: has {', '.join(odd)}; sizes above 0 are needed: copy it again from its source")
-    frames = int(header.get("NumberOfFrames") or 1)
+    frames = int(sizes.get("NumberOfFrames", 1))
     within(path, "frames", frames)
-    within(path, "voxels", int(header.get("Rows") or 0) * int(header.get("Columns") or 0) * frames)
+    within(path, "voxels", int(sizes.get("Rows", 0)) * int(sizes.get("Columns", 0)) * frames)
 
 
 def _refuse_frames(header):
@@ -290,7 +293,7 @@ def _places(header):
 # %% ../../nbs/data/01_dicom.ipynb #8f8bbc26
 def _get(places, name, default=None):
     "The first value that is not empty."
-    return next((p.get(name) for p in places if p.get(name) not in (None, "")), default)
+    return next((v for p in places if (v := p.get(name)) is not None and v != ""), default)
 
 
 def _numbers(where, places, name, count):
@@ -314,10 +317,10 @@ class _Slice:
     axes:np.ndarray  # (2, 3) directions of growing column number and growing row number
     pixel:np.ndarray  # (2,) mm between columns, between rows
 
-    @property
+    @functools.cached_property
     def normal(self): "Unit vector across the slice."; return np.cross(*self.axes)
 
-    @property
+    @functools.cached_property
     def size(self): "Its rows and columns."; return self.header.Rows, self.header.Columns
 
     def __str__(self):
@@ -556,7 +559,7 @@ _OPTIONS = dict(rows="Rows", columns="Columns", samples_per_pixel="SamplesPerPix
 
 def _options(header, frames):
     "What pydicom's decoders must know of a file."
-    numbers = {k: int(header.get(v)) for k, v in _OPTIONS.items() if header.get(v) not in (None, "")}
+    numbers = {k: int(n) for k, v in _OPTIONS.items() if (n := header.get(v)) is not None and n != ""}
     kind = header.get("PhotometricInterpretation")
     return numbers | dict(number_of_frames=frames) | (dict(photometric_interpretation=str(kind)) if kind else {})
 
@@ -686,12 +689,7 @@ def _padding_note(count, size, values):
 def _room(slices, canonical):
     "(z, y, x) float32 in the order of the files; it lies in memory as it will lie when it is turned, which then copies nothing."
     first, shape = slices[0], (len(slices), *slices[0].size)
-    if not canonical: return np.empty(shape, np.float32)
-    turn = nib.io_orientation(np.diag([-1.0, -1, 1, 1]) @ np.block([[np.stack([*first.axes, first.normal], 1), np.zeros((3, 1))],
-        [np.zeros(3), 1]]))
-    axis = turn[:, 0].astype(int)
-    held = np.empty(np.array(shape[::-1])[np.argsort(axis)][::-1], np.float32).T.transpose(axis)
-    return held[tuple(slice(None, None, int(s)) for s in turn[:, 1])].T
+    return _laid(shape[::-1], _affine(slices, first.normal)).T if canonical else np.empty(shape, np.float32)
 
 
 def _rescale(stored, places):
@@ -704,8 +702,8 @@ def _put(out, stored, places):
     slope, more = float(_get(places, "RescaleSlope", 1)), float(_get(places, "RescaleIntercept", 0))
     whole = stored.dtype.kind in "iu" and stored.dtype.itemsize < 3 and slope.is_integer() and more.is_integer()
     if whole and abs(slope) * 2**16 + abs(more) <= 2**24:
-        np.multiply(stored, np.float32(slope), out=out, dtype=np.float32)
-        if more: out += np.float32(more)
+        if slope != 1: stored = np.multiply(stored, np.float32(slope), out=out, dtype=np.float32)
+        np.add(stored, np.float32(more), out=out, dtype=np.float32)
         return
     with np.errstate(invalid="ignore", over="ignore"): out[...] = _rescale(stored, places)
 

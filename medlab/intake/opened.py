@@ -167,7 +167,9 @@ def read_whole(
     return raw
 
 # %% ../../nbs/intake/00_opened.ipynb #9a23b2d3
-_BLOCK = 2**18
+try: from isal import isal_zlib as _zlib  # the extra fast
+except ImportError: _zlib = zlib
+_BLOCK, _DAMAGED = 2**18, (zlib.error, _zlib.error)
 
 
 class Inflated:
@@ -177,7 +179,7 @@ class Inflated:
         path,  # for messages
         file,  # binary, at its beginning
     ):
-        self.path, self.file, self.made, self.rest, self.taken = path, file, zlib.decompressobj(31), b"", 0
+        self.path, self.file, self.made, self.rest, self.taken = path, file, _zlib.decompressobj(31), b"", 0
 
     def _packed(self):
         "The next packed bytes; empty at the end."
@@ -194,26 +196,30 @@ class Inflated:
             if not (raw := self.file.read(_BLOCK)): return False
             left -= len(raw)
             raw = raw.lstrip(b"\0")
-        self.made, self.rest = zlib.decompressobj(31), raw
+        self.made, self.rest = _zlib.decompressobj(31), raw
         return True
 
-    def read(self,
+    def pieces(self,
         n:int,  # bytes, ≥ 0
-    ) -> bytes:  # fewer at the end alone
-        "The next bytes."
-        parts = []
+    ):
+        "Yield the next bytes, as they come; fewer at the end alone."
         while n:
             if self.made.eof and not self._next_stream(): break
             if not (raw := self._packed()):
                 raise UserError(f"{self.path}: is truncated: its gzip stream ends early after {self.file.tell():,} "
                                 "bytes; copy it again from its source")
             try: piece = self.made.decompress(raw, n)
-            except zlib.error as e:
+            except _DAMAGED as e:
                 raise UserError(f"{self.path}: is damaged: gzip says {str(e)!r}; copy it again from its source") from e
             self.rest = self.made.unconsumed_tail
             n -= len(piece)
-            parts.append(piece)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            yield piece
+
+    def read(self,
+        n:int,  # bytes, ≥ 0
+    ) -> bytes:  # fewer at the end alone
+        "The next bytes."
+        return b"".join(self.pieces(n))
 
     def end(self,
         most:int,  # bytes that may follow
