@@ -9,8 +9,10 @@ __all__ = ['NAMED', 'is_dicom', 'dicom_source', 'read_header', 'known_patient', 
 import contextlib
 import functools
 import io
+import itertools
 import re
 import struct
+import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,15 @@ import nibabel as nib
 import numpy as np
 import pydicom
 from pydicom.dataelem import RawDataElement
+from pydicom.encaps import generate_frames
 from pydicom.multival import MultiValue
-from pydicom.pixels import get_decoder, iter_pixels
+from pydicom.pixels import get_decoder
 from pydicom.uid import UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian
 
 from ..core import UserError, printable
-from ..intake.opened import limits, opened, reading, size_of, within
-from .volume import Grid, Volume, _refuse_nonfinite
+from ..intake.child import Job, decoded
+from ..intake.opened import limits, most_pixels, opened, read_whole, reading, size_of, within
+from .volume import Grid, Volume, _laid, _refuse_nonfinite
 
 # %% ../../nbs/data/01_dicom.ipynb #db5a1af1
 def is_dicom(
@@ -60,24 +64,27 @@ def dicom_source(
         head = file.read(4096)
         file.seek(0)
         if DeflatedExplicitVRLittleEndian.encode() not in head or head[132:136] != b"\x02\0\0\0": yield file
-        else: yield _inflated(path, file.read(), 144 + struct.unpack("<I", head[140:144])[0])
+        else: yield _inflated(path, read_whole(path), 144 + struct.unpack("<I", head[140:144])[0])
 
 
 def _pixel_bytes(header):
     "Bytes of the pixels that a header promises, uncompressed."
     get = lambda k, default=1: int(header.get(k) or default)
     count = get("Rows") * get("Columns") * get("NumberOfFrames") * get("SamplesPerPixel")
-    return count * -(-get("BitsAllocated", 8) // 8)
+    return -(-count * get("BitsAllocated", 8) // 8)
+
+
+_SIZES = "Rows", "Columns", "NumberOfFrames", "BitsAllocated", "SamplesPerPixel"
 
 
 def _refuse_sizes(path, header):
     "Raise for sizes that no image has, and for more than the limits allow."
-    odd = [f"{k} {header.get(k)}" for k in ("Rows", "Columns", "NumberOfFrames", "BitsAllocated", "SamplesPerPixel")
-        if header.get(k) not in (None, "") and header.get(k) < (k in ("NumberOfFrames", "BitsAllocated"))]
+    sizes = {k: v for k in _SIZES if (v := header.get(k)) is not None and v != ""}
+    odd = [f"{k} {v}" for k, v in sizes.items() if v < (k in ("NumberOfFrames", "BitsAllocated"))]
     if odd: raise UserError(f"{path}: has {', '.join(odd)}; sizes above 0 are needed: copy it again from its source")
-    frames = int(header.get("NumberOfFrames") or 1)
+    frames = int(sizes.get("NumberOfFrames", 1))
     within(path, "frames", frames)
-    within(path, "voxels", int(header.get("Rows") or 0) * int(header.get("Columns") or 0) * frames)
+    within(path, "voxels", int(sizes.get("Rows", 0)) * int(sizes.get("Columns", 0)) * frames)
 
 
 def _refuse_frames(header):
@@ -92,6 +99,7 @@ def _refuse_frames(header):
 
 _TAGS = """SOPClassUID SOPInstanceUID Modality SeriesDescription SeriesInstanceUID SeriesNumber InstanceNumber
     Rows Columns NumberOfFrames SamplesPerPixel PhotometricInterpretation PixelRepresentation BitsAllocated
+    BitsStored PlanarConfiguration ExtendedOffsetTable ExtendedOffsetTableLengths
     PixelPaddingValue PixelPaddingRangeLimit ImagePositionPatient ImageOrientationPatient PixelSpacing
     SliceThickness SpacingBetweenSlices RescaleSlope RescaleIntercept ModalityLUTSequence LossyImageCompression
     EchoTime DiffusionBValue TemporalPositionIdentifier
@@ -99,23 +107,27 @@ _TAGS = """SOPClassUID SOPInstanceUID Modality SeriesDescription SeriesInstanceU
 
 
 _INTEGERS = {*"""Rows Columns NumberOfFrames SamplesPerPixel PixelRepresentation BitsAllocated InstanceNumber
-    SeriesNumber PixelPaddingValue PixelPaddingRangeLimit TemporalPositionIdentifier TemporalPositionIndex
+    BitsStored PlanarConfiguration SeriesNumber PixelPaddingValue PixelPaddingRangeLimit TemporalPositionIdentifier TemporalPositionIndex
     InStackPositionNumber""".split()}
 _NUMBERS = {*"""SliceThickness SpacingBetweenSlices RescaleSlope RescaleIntercept EchoTime EffectiveEchoTime
     DiffusionBValue""".split()}
 _LISTS = {"ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"}
+_META = "TransferSyntaxUID", "MediaStorageSOPClassUID"
+_WORDS = {*_META, *"SOPClassUID SOPInstanceUID SeriesInstanceUID PhotometricInterpretation Modality SeriesDescription".split()}
 
 
 def _fits(name, value):
     "Whether a value is of the kind that its tag is to have; one that is empty always is."
     if value is None or value == "" or isinstance(value, MultiValue) and not value: return True
     if name in _INTEGERS: return isinstance(value, int)
+    if name in _WORDS: return isinstance(value, str)
     if name in _NUMBERS: return isinstance(value, (int, float)) and np.isfinite(float(value))
     if name in _LISTS: return isinstance(value, MultiValue) and all(isinstance(v, (int, float)) for v in value)
     return not isinstance(value, (bytes, MultiValue)) or name in _MANY
 
 
-_MANY = {"PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence"}
+_MANY = {"PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence", "ExtendedOffsetTable",
+    "ExtendedOffsetTableLengths"}
 
 
 def _converted(path, data, tags):
@@ -141,17 +153,34 @@ _NESTED = """PlanePositionSequence PlaneOrientationSequence PixelMeasuresSequenc
 def _tags_of(names): return frozenset(map(pydicom.tag.Tag, names))
 
 
+class _Unvalidated:
+    "Within it pydicom does not warn of odd values, with the bytes of a file in its words; also where threads read at once."
+    lock, inside, mode = threading.Lock(), 0, None
+
+    def __enter__(self):
+        with self.lock:
+            if not _Unvalidated.inside: _Unvalidated.mode = pydicom.config.settings.reading_validation_mode
+            _Unvalidated.inside += 1
+            pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
+
+    def __exit__(self, *error):
+        with self.lock:
+            _Unvalidated.inside -= 1
+            if not _Unvalidated.inside: pydicom.config.settings.reading_validation_mode = self.mode
+
+
 def read_header(
     path,  # a DICOM file
     *more,  # keywords of tags that are read beside those of geometry and pixels
 ):  # pydicom's data set, without pixels
     "The header of a file, its values of the kinds they are to have; raises `UserError` where it is damaged."
     wanted = *_TAGS, *more
-    with reading(path, "has a damaged DICOM header"), dicom_source(path) as file:
+    with reading(path, "has a damaged DICOM header"), _Unvalidated(), dicom_source(path) as file:
         header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=[*wanted])
         at = file.tell()
-        header.filename, header.behind = str(path), file.seek(0, io.SEEK_END) - at  # bytes
+        header.filename, header.at, header.behind = str(path), at, file.seek(0, io.SEEK_END) - at  # bytes
         _converted(path, header, _tags_of((*wanted, *_NESTED)))
+        _converted(path, header.file_meta, _tags_of(_META))
         _refuse_sizes(path, header)
     return header
 
@@ -264,7 +293,7 @@ def _places(header):
 # %% ../../nbs/data/01_dicom.ipynb #8f8bbc26
 def _get(places, name, default=None):
     "The first value that is not empty."
-    return next((p.get(name) for p in places if p.get(name) not in (None, "")), default)
+    return next((v for p in places if (v := p.get(name)) is not None and v != ""), default)
 
 
 def _numbers(where, places, name, count):
@@ -288,10 +317,10 @@ class _Slice:
     axes:np.ndarray  # (2, 3) directions of growing column number and growing row number
     pixel:np.ndarray  # (2,) mm between columns, between rows
 
-    @property
+    @functools.cached_property
     def normal(self): "Unit vector across the slice."; return np.cross(*self.axes)
 
-    @property
+    @functools.cached_property
     def size(self): "Its rows and columns."; return self.header.Rows, self.header.Columns
 
     def __str__(self):
@@ -522,14 +551,122 @@ def _refuse_codec(header):
     raise UserError(f"{header.filename}: its pixels are stored as {name} ({syntax}), for which {remedy}")
 
 # %% ../../nbs/data/01_dicom.ipynb #04c53fa0
+_WHAT, _IN_PIECES = "its pixels cannot be decoded", 2**32 - 1
+_KEYWORDS = {0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData", 0x7FE00010: "PixelData"}
+_OPTIONS = dict(rows="Rows", columns="Columns", samples_per_pixel="SamplesPerPixel", bits_allocated="BitsAllocated",
+    bits_stored="BitsStored", pixel_representation="PixelRepresentation", planar_configuration="PlanarConfiguration")
+
+
+def _options(header, frames):
+    "What pydicom's decoders must know of a file."
+    numbers = {k: int(n) for k, v in _OPTIONS.items() if (n := header.get(v)) is not None and n != ""}
+    kind = header.get("PhotometricInterpretation")
+    return numbers | dict(number_of_frames=frames) | (dict(photometric_interpretation=str(kind)) if kind else {})
+
+
+def _at_pixels(file, header):
+    "(keyword, VR, bytes of the pixels as the file says); the file stands where they begin."
+    syntax = UID(header.file_meta.get("TransferSyntaxUID") or "")
+    order = "<" if syntax.is_little_endian else ">"
+    file.seek(header.at)
+    group, element, vr, length = struct.unpack(f"{order}HH2sH", file.read(8))
+    if syntax.is_implicit_VR: length, vr = struct.unpack(f"{order}I", struct.pack(f"{order}2sH", vr, length))[0], b"OW"
+    else: length = struct.unpack(f"{order}I", file.read(4))[0]
+    return _KEYWORDS[group << 16 | element], vr.decode("ascii"), length
+
+# %% ../../nbs/data/01_dicom.ipynb #b94bcfe4
+def _refuse_length(path, header, length):
+    "Raise where plain pixels are in pieces, or too few."
+    if length == _IN_PIECES:
+        raise UserError(f"{path}: its pixels are stored in pieces, as packed ones are, and its transfer syntax says that they are not "
+            "packed; copy it again from its source")
+    if length >= (need := _pixel_bytes(header)): return
+    raise UserError(f"{path}: is truncated: {header.get('NumberOfFrames') or 1} × {header.Rows} × {header.Columns} pixels take {need:,} "
+        f"bytes, and it holds {length:,}; copy it again from its source")
+
+
+def _plain(path, header, indices):
+    "Pixels of frames that are not packed."
+    syntax, frames = header.file_meta.TransferSyntaxUID, int(header.get("NumberOfFrames") or 1)
+    with reading(path, _WHAT), dicom_source(path) as file:
+        keyword, vr, length = _at_pixels(file, header)
+        _refuse_length(path, header, length)
+        made = get_decoder(syntax).iter_array(file, indices=indices, view_only=True, pixel_keyword=keyword, pixel_vr=vr,
+            **_options(header, frames))
+        yield from (a for a, _ in made)
+
+# %% ../../nbs/data/01_dicom.ipynb #af7533cf
+_ITEM, _END = b"\xfe\xff\x00\xe0", b"\xfe\xff\xdd\xe0"  # tags of a piece, and behind the last
+
+
+def _pieces(path, file):
+    "[(where, bytes)] of the pieces that follow."
+    found = []
+    while (head := file.read(8))[:4] == _ITEM:
+        found.append((file.tell(), struct.unpack("<I", head[4:])[0]))
+        file.seek(found[-1][1], io.SEEK_CUR)
+    if found and head[:4] in (_END, b"") and sum(found[-1]) <= file.seek(0, io.SEEK_END): return found
+    raise UserError(f"{path}: is truncated: the pieces of its pixels end early; copy it again from its source")
+
+
+def _grouped(pieces, table, frames):
+    "The pieces of each frame; None where nothing tells."
+    if len(pieces) == frames: return [[p] for p in pieces]
+    if frames == 1: return [pieces]
+    starts = [where - pieces[0][0] for where, _ in pieces]
+    if len(table) != frames or not {*table} <= {*starts} or sorted(table) != table: return None
+    ends = [starts.index(t) for t in table] + [len(pieces)]
+    return [pieces[a:b] for a, b in itertools.pairwise(ends)]
+
+# %% ../../nbs/data/01_dicom.ipynb #7d158857
+def _encoded(path, header, file):
+    "What gives the bytes of a frame by its number."
+    frames, start = int(header.get("NumberOfFrames") or 1), file.tell()
+    (where, n), *pieces = _pieces(path, file)
+    file.seek(where)
+    table = file.read(n) or header.get("ExtendedOffsetTable") or b""
+    groups = _grouped(pieces, [*np.frombuffer(table, "<u4" if n else "<u8")], frames)
+    file.seek(start)
+    if groups is None: return [*itertools.islice(generate_frames(file, number_of_frames=frames), frames)].__getitem__
+    def bytes_of(i):
+        within(path, "file", sum(size for _, size in groups[i]))
+        parts = []
+        for at, size in groups[i]:
+            file.seek(at)
+            parts.append(file.read(size))
+        return b"".join(parts)
+    return bytes_of
+
+
+def _packed(path, header, indices):
+    "Frames for the child."
+    frame = _pixel_bytes(header) // int(header.get("NumberOfFrames") or 1)
+    options = _options(header, 1) | dict(syntax=str(header.file_meta.TransferSyntaxUID), pixel_keyword="PixelData")
+    with reading(path, _WHAT), dicom_source(path) as file:
+        if _at_pixels(file, header)[2] != _IN_PIECES:
+            raise UserError(f"{path}: its pixels are stored in one piece, and its transfer syntax says that they are packed; copy it "
+                "again from its source")
+        bytes_of = _encoded(path, header, file)
+        for i in indices:
+            raw = bytes_of(i)
+            if frame > most_pixels(len(raw)): within(path, "ratio", frame // max(1, len(raw)))
+            yield Job(path, "medlab.intake.decoders:dicom_frame", raw, options, frame, _WHAT)
+
+# %% ../../nbs/data/01_dicom.ipynb #ad7c5e6f
 def _pixels(slices):
     "(index, stored pixels) of every slice; each file is opened once."
     files = {}
     for k, s in enumerate(slices): files.setdefault(s.path, []).append(k)
-    for path, ks in files.items():
-        _refuse_codec(slices[ks[0]].header)
-        with reading(path, "its pixels cannot be decoded"), dicom_source(path) as file:
-            yield from zip(ks, iter_pixels(file, indices=[slices[k].index for k in ks]), strict=True)
+    headers = {path: slices[ks[0]].header for path, ks in files.items()}
+    for header in headers.values(): _refuse_codec(header)
+    asked = lambda of, path: of(path, headers[path], [slices[k].index for k in files[path]])
+    packed = [path for path, h in headers.items() if h.file_meta.TransferSyntaxUID.is_encapsulated]
+    order = [k for path in packed for k in files[path]]
+    for k, (stored,) in zip(order, decoded(job for path in packed for job in asked(_packed, path)), strict=True):
+        if stored.shape != slices[k].size: raise UserError(f"{slices[k].path}: {_WHAT}: they are {stored.shape}, and its header says "
+            f"{slices[k].size}; copy it again from its source")
+        yield k, stored
+    for path in files.keys() - {*packed}: yield from zip(files[path], asked(_plain, path), strict=True)
 
 # %% ../../nbs/data/01_dicom.ipynb #8f452f6c
 def _padding(header):
@@ -549,20 +686,37 @@ def _padding_note(count, size, values):
             "nothing was measured there; they were left as they are")
 
 # %% ../../nbs/data/01_dicom.ipynb #e5f039a7
+def _room(slices, canonical):
+    "(z, y, x) float32 in the order of the files; it lies in memory as it will lie when it is turned, which then copies nothing."
+    first, shape = slices[0], (len(slices), *slices[0].size)
+    return _laid(shape[::-1], _affine(slices, first.normal)).T if canonical else np.empty(shape, np.float32)
+
+
 def _rescale(stored, places):
     "Stored numbers in the units of the modality (PS3.3 C.7.6.16.2.9)."
     return stored * float(_get(places, "RescaleSlope", 1)) + float(_get(places, "RescaleIntercept", 0))
 
 
-def _fill(slices):
+def _put(out, stored, places):
+    "Write stored numbers in the units of the modality; in float32 where that is exact, as of CT."
+    slope, more = float(_get(places, "RescaleSlope", 1)), float(_get(places, "RescaleIntercept", 0))
+    whole = stored.dtype.kind in "iu" and stored.dtype.itemsize < 3 and slope.is_integer() and more.is_integer()
+    if whole and abs(slope) * 2**16 + abs(more) <= 2**24:
+        if slope != 1: stored = np.multiply(stored, np.float32(slope), out=out, dtype=np.float32)
+        np.add(stored, np.float32(more), out=out, dtype=np.float32)
+        return
+    with np.errstate(invalid="ignore", over="ignore"): out[...] = _rescale(stored, places)
+
+
+def _fill(slices, canonical=False):
     "((z, y, x) float32 in the units after rescaling; notes)"
     within(slices[0].path, "voxels", len(slices) * int(np.prod(slices[0].size)))
-    data = np.empty((len(slices), *slices[0].size), np.float32)
+    data = _room(slices, canonical)
     count, values = 0, set()
     padding = {id(s.header): _padding(s.header) for s in slices}
     for k, stored in _pixels(slices):
         places, ends = slices[k].places, padding[id(slices[k].header)]
-        with np.errstate(invalid="ignore", over="ignore"): data[k] = _rescale(stored, places)
+        _put(data[k], stored, places)
         n = np.count_nonzero((stored >= ends[0]) & (stored <= ends[1])) if ends else 0
         if n: values |= {_rescale(e, places) for e in ends}
         count += int(n)
@@ -603,7 +757,7 @@ def read_dicom(
         _refuse_copies(path, slices)
         slices, volumes = _sort(path, slices, frame)
         step, notes = _stack(path, slices)
-        data, more = _fill(slices)
+        data, more = _fill(slices, canonical)
         if finite: _refuse_nonfinite(path, data.T)
         notes = *notes, *more, *_file_notes(slices[0].header, others, frame, volumes)
     return _as_volume(path, slices[0].header, data, _affine(slices, step), canonical, notes)
