@@ -19,6 +19,7 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 
 from ..core import UserError
+from ..geometry.options import DicomOptions
 from ..intake.opened import read_whole, reading, size_of, within
 from .dicom import is_dicom, read_dicom
 from .volume import Volume, _write_whole, read_volume, write_volume
@@ -166,9 +167,11 @@ def file_stem(
 def read_scan(
     path,  # a NIfTI or DICOM file, or the folder of one DICOM series
     finite:bool=True,  # refuse NaN and Inf; False: hand them on
+    dicom:DicomOptions=DicomOptions(),  # how a series is read where it leaves it open
 ) -> Volume:
     "Read a volume in either format; raises `UserError` for what is none."
-    return (_reader(path) or read_volume)(path, finite=finite)
+    reader = _reader(path) or read_volume
+    return reader(path, finite=finite, **vars(dicom) if reader is read_dicom else {})
 
 
 def read_any(

@@ -16,6 +16,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core import UnknownName, UserError
+from ..geometry.options import DicomOptions
 from ..intake.opened import lies_there
 from ..intake.texts import read_csv, read_json
 from .cases import phantom_name
@@ -33,6 +34,7 @@ class LabelledCase:
     label:Path = None  # None: unknown, as in prediction
     split:str = ""  # "train", "val" or "test" where a list says so
     fault:str = ""  # why it cannot be used whatever its files hold; "": nothing known
+    dicom:DicomOptions = DicomOptions()  # how a series is read where it leaves it open
 
     @property
     def files(self) -> dict:
@@ -50,7 +52,7 @@ def read(self:LabelledCase,
 ) -> dict:  # images: list of volumes; label: a volume or None
     "Its images and its mask; raises `UserError` where a file is unsound."
     mask = read_volume(self.label) if self.label and label else None
-    return dict(images=[read_scan(p) for p in self.images], label=mask)
+    return dict(images=[read_scan(p, dicom=self.dicom) for p in self.images], label=mask)
 
 # %% ../../nbs/data/11_label_files.ipynb #fa9361d9
 @patch
@@ -275,6 +277,7 @@ def _cases_at(root):
 # %% ../../nbs/data/11_label_files.ipynb #c5336a08
 def find_labelled(
     root,  # a folder in one of the layouts above, a list, or one volume
+    dicom:DicomOptions=DicomOptions(),  # how every series is read where it leaves it open
 ) -> Found:
     "Find labelled cases, sorted by name; raises `UserError` where there is none, and for lists that cannot be read."
     root = Path(root).expanduser()
@@ -288,4 +291,5 @@ def find_labelled(
     twice = [n for n, k in Counter(c.name for c in cases).items() if k > 1]
     if twice: raise UserError(f"{root}: {twice[0]!r} is the name of two cases; name them in the column case")
     source = root / "dataset.json" if root.is_dir() else root
-    return Found(sorted(cases, key=lambda c: c.name), *_label_names(source, meta))
+    cases = [replace(c, dicom=dicom) for c in sorted(cases, key=lambda c: c.name)]
+    return Found(cases, *_label_names(source, meta))

@@ -27,6 +27,7 @@ from ..data.labels import IGNORE, LabelTable, Overlaid
 from ..data.patches import Augment, PatchDataset
 from ..data.split import Split, split_cases
 from ..data.volume import Volume, write_volume
+from ..geometry.options import DicomOptions
 from ..knobs.fixes import Fix, FIXES
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
@@ -90,6 +91,7 @@ def _check_fields(recipe):
     if not 0 <= recipe.foreground <= 1:
         raise UserError(f"foreground={recipe.foreground} must be in [0, 1]: "
             "the share of patches that are centred at a label")
+    DicomOptions.of(recipe.dicom)
     if len(recipe.window) != 2: raise UserError(f"window={recipe.window} must be two numbers, such as (-160, 240)")
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #aa84572b
@@ -105,6 +107,9 @@ class Segmentation(Recipe):
     intensity: str = "zscore"  # "zscore": each volume by its own percentiles, mean and deviation;
                                # "window": a fixed window, for CT
     window: tuple = (-160.0, 240.0)  # of intensities that become −1 and 1, HU; for "window"
+    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": a tilted
+                     # stack at right angles, gaps between slices filled (as usual, or to so many mm), one of several
+                     # stacks; with fill=-1000 where no slice measured anything; "": none of it
     resample: bool = False  # bring masks on other grids to their image's by nearest neighbour;
                             # False: such a case is quarantined
     image_size: tuple = (64, 64, 64)  # patch (z, y, x) that the network sees
@@ -218,7 +223,7 @@ def _channels(found):
 
 def _survey_files(recipe):
     "The cases below the recipe's folder, each read through."
-    found = find_labelled(recipe.data_root)
+    found = find_labelled(recipe.data_root, DicomOptions.of(recipe.dicom))
     if recipe.ignore is not None: found = replace(found, ignore=recipe.ignore)
     known, channels = recipe.labels or found.names, _channels(found)
     table = LabelTable.of(known, found.names, found.ignore) if known else None
@@ -419,7 +424,7 @@ Segmentation.predict_options = dict(
 @patch
 def find(self:Segmentation, path) -> list:
     "The cases at a path; labels are not looked at."
-    return [c.unlabelled() for c in find_labelled(path).cases]
+    return [c.unlabelled() for c in find_labelled(path, DicomOptions.of(self.dicom)).cases]
 
 
 @patch
