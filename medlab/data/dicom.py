@@ -364,7 +364,8 @@ def _chosen(path, headers, series=None, stack=None):
     slices = one_stack(path, every, stack or None)
     _refuse_copies(path, slices)
     left = len(every) - len(slices)
-    return slices, [*notes, *[f"stack {stack}: {left} images of other stacks in this series left out"] * bool(left)]
+    if left: notes = [*notes, f"stack {stack}: {left} images of other stacks in this series left out"]
+    return slices, notes
 
 # %% ../../nbs/data/01_dicom.ipynb #dc984761
 def _by_position(slices):

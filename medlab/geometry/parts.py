@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ..core import UserError, printable
 
-# %% ../../nbs/geometry/00_parts.ipynb #4c695b5f
-PART_TAGS = ("ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber", "ConcatenationFrameOffsetNumber")
+# %% ../../nbs/geometry/00_parts.ipynb #d82d9746
+PART_TAGS = ("ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber",
+             "ConcatenationFrameOffsetNumber")
 
 
 def _number(header, name, default=None):

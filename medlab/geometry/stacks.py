@@ -21,7 +21,7 @@ def cut_difference(
     if not np.allclose(s.pixel, a.pixel, rtol=1e-3):
         return "PixelSpacing", s.pixel[::-1].tolist(), a.pixel[::-1].tolist()
 
-# %% ../../nbs/geometry/01_stacks.ipynb #9163bd56
+# %% ../../nbs/geometry/01_stacks.ipynb #28cbc6d3
 MOST_STACKS = 200  # in a series; what is cut in more ways is none
 
 
@@ -54,8 +54,8 @@ def stacks_of(
     path,  # for messages
     slices,  # see `cut_difference`, in an order that does not depend on that of the files
 ) -> dict:  # name → its slices
-    """The stacks of a series, named by their StackID where that tells them apart, and else by their number from 1. Raises
-    `UserError` for more than `MOST_STACKS`."""
+    """The stacks of a series, named by their StackID where that tells them apart, and else by their number from 1.
+    Raises `UserError` for more than `MOST_STACKS`."""
     groups = _groups(path, slices)
     ids = [printable(str(g[0].stack), 32) for g in groups]
     named = all(ids) and len({*ids}) == len(ids)

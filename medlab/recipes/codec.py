@@ -99,8 +99,8 @@ class Codec(Recipe):
     groups: int = 32  # of the group norms; divides every one of `channels`
     val: float = 0.15  # share of the patients held out for validation
     test: float = 0.15  # share of the patients held out for the end
-    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": a tilted
-                     # stack at right angles, gaps between slices filled (as usual, or to so many mm), one of several
+    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": tilted
+                     # stacks at right angles, gaps between slices filled (as usual, or to so many mm), one of several
                      # stacks; with fill=-1000 where no slice measured anything; "": none of it
     phantoms: int = 32  # number of synthetic volumes where there is no data_root
     cache_gb: float = 2.0  # for loaded volumes, per process; 0: none

@@ -94,8 +94,8 @@ class SliceInterpolation(Recipe):
     latents: str = ""  # folder of the latents; "": medlab/latents in the user's cache
     latents_gb: float = 50.0  # of all latents in that folder, GB, > 0
     hu: bool = True  # refuse what is no CT, or holds no HU; False: take the values as they are
-    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": a tilted
-                     # stack at right angles, gaps between slices filled (as usual, or to so many mm), one of several
+    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": tilted
+                     # stacks at right angles, gaps between slices filled (as usual, or to so many mm), one of several
                      # stacks; with fill=-1000 where no slice measured anything; "": none of it
     val: float = 0.15  # share of the patients held out for validation
     test: float = 0.15  # share of the patients held out for the end

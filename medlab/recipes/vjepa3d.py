@@ -101,8 +101,8 @@ class VJEPA3D(Recipe):
     cut: str = "last"  # what is left out so that samples have as many tokens: "last", as in public code, or "random"
     domain_balance: str = "even"  # how often manufacturers come: "even", "sqrt" of their size, or by "size"
     spacing: tuple = None  # (z, y, x) mm that volumes are brought to; None: they stay as they are
-    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": a tilted
-                     # stack at right angles, gaps between slices filled (as usual, or to so many mm), one of several
+    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": tilted
+                     # stacks at right angles, gaps between slices filled (as usual, or to so many mm), one of several
                      # stacks; with fill=-1000 where no slice measured anything; "": none of it
     standard: str = "z"  # greys: "z" (mean 0, deviation 1), "range" (percentiles to −1 and 1) or "none"
     unknown: str = "keep"  # axes of unknown size under `spacing`: "keep" them, or "refuse" the case
