@@ -368,12 +368,18 @@ def _chosen(path, headers, series=None, stack=None):
     return slices, notes
 
 # %% ../../nbs/data/01_dicom.ipynb #dc984761
+def _apart(s):
+    "How far, mm, two slices must lie apart along their normal to be at two positions."
+    sizes = (float(_get(s.places, k) or 0) for k in ("SliceThickness", "SpacingBetweenSlices"))
+    return min([0.05 * float(s.pixel.min()), *(0.5 * abs(v) for v in sizes if v)])
+
+
 def _by_position(slices):
     "(lists of the slices at one position each, sorted along the normal; these positions in mm)"
     slices = sorted(slices, key=_order)
     along = np.array([s.position for s in slices]) @ slices[0].normal
     order = np.argsort(along, kind="stable")
-    far = np.diff(along[order]) > 0.05 * slices[0].pixel.min()
+    far = np.diff(along[order]) > _apart(slices[0])
     group = np.concatenate([[0], np.cumsum(far)])
     groups = [[] for _ in range(group[-1] + 1)]
     for g, i in zip(group, order): groups[g].append(slices[i])
@@ -387,8 +393,8 @@ def _count_volumes(path, groups, at):
     odd = [k for k, c in enumerate(count) if c != usual]
     if not odd: return usual
     numbers = " or ".join(map(str, sorted({count[k] for k in odd})))
-    first = ", ".join(map(str, groups[odd[0]][:4]))
-    raise UserError(f"{path}: at {positions(at[odd])} along the normal lie {numbers} images, at each other position {usual} "
+    where, first = positions(at[odd]), ", ".join(map(str, groups[odd[0]][:4]))
+    raise UserError(f"{path}: at {where} along the normal lie {numbers} images, at each other position {usual} "
                     f"(first: {first}); remove what is stored twice, or copy what is missing")
 
 # %% ../../nbs/data/01_dicom.ipynb #56fa9178
