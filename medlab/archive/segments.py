@@ -23,7 +23,7 @@ from ..data.volume import Volume, _corner_distance, _to_grid, _write_whole
 from ..geometry.options import DicomOptions
 from ..intake.opened import reading
 
-# %% ../../nbs/archive/00_segments.ipynb #464c1b01
+# %% ../../nbs/archive/00_segments.ipynb #b5d2ef45
 _NEEDED = ("StudyInstanceUID", "SeriesInstanceUID", "FrameOfReferenceUID", "SOPInstanceUID", "SOPClassUID")
 _MAY_BE_EMPTY = """PatientID PatientName PatientBirthDate PatientSex AccessionNumber StudyID StudyDate StudyTime
     ReferringPhysicianName""".split()
@@ -51,7 +51,7 @@ def _whole_header(path):
             if name not in ds: setattr(ds, name, None)
     return ds
 
-
+# %% ../../nbs/archive/00_segments.ipynb #088c208c
 @dataclass(frozen=True, eq=False)
 class _Source:
     "The series that labels were made from."
@@ -68,13 +68,13 @@ def _read_source(path, series, dicom):
     with reading(path):
         slices, _ = _chosen(path, _headers(path)[0], series, dicom.stack)
         slices, _ = _sort(path, slices, None)
-        affine, shape, moves, _ = _grid_of(path, slices, dicom)
+        placed = _grid_of(path, slices, dicom)
     headers = [_whole_header(p) for p in dict.fromkeys(s.path for s in slices)]
     for h in headers:  # rounded in their own ways; more than rounding makes another stack
         if "ImageOrientationPatient" in h: h.ImageOrientationPatient = headers[0].ImageOrientationPatient
-    k = np.arange(shape[0])[:, None] * [0, 0, 1]
-    at = apply_affine(affine, k) * [-1, -1, 1] if moves else np.array([s.position for s in slices])
-    return _Source(headers, affine, shape, at)
+    k = np.arange(placed.shape[0])[:, None] * [0, 0, 1]
+    at = apply_affine(placed.affine, k) * [-1, -1, 1] if placed.moves else np.array([s.position for s in slices])
+    return _Source(headers, placed.affine, placed.shape, at)
 
 # %% ../../nbs/archive/00_segments.ipynb #8f196b01
 def _planes(volume, source, path):
@@ -123,7 +123,7 @@ def _placed(hd, source):
                 plane_orientation=hd.PlaneOrientationSequence(patient, exact([*x, *y])),
                 pixel_measures=hd.PixelMeasuresSequence(exact(pixel[::-1]), round(gap, 9), round(gap, 9)))
 
-# %% ../../nbs/archive/00_segments.ipynb #f9e3a09c
+# %% ../../nbs/archive/00_segments.ipynb #8346c5cb
 @dataclass(frozen=True)
 class WrittenSegments:
     "A segmentation that was written."
@@ -134,7 +134,7 @@ class WrittenSegments:
 
     def __str__(self): return f"{self.path}: {len(self.segments)} segments in {self.frames} frames"
 
-
+# %% ../../nbs/archive/00_segments.ipynb #51bb57f8
 def write_segments(
     volume:Volume,  # ids (z, y, x), whole numbers ≥ 0, on the grid of what `read_dicom` gave
     path,  # ends in .dcm; missing folders are made

@@ -487,8 +487,17 @@ def _affine(slices, step):
     return np.diag([-1.0, -1, 1, 1]) @ a
 
 # %% ../../nbs/data/01_dicom.ipynb #2cdc6704
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    "The grid of a series."
+    affine:np.ndarray  # (4, 4) index (x, y, z) → RAS mm
+    shape:tuple  # (z, y, x) voxels
+    moves:list  # how the slices come there, one after the other; empty: they lie there
+    notes:list
+
+
 def _grid_of(path, slices, options):
-    "((4, 4) index (x, y, z) → RAS mm, (z, y, x) voxels, how the slices come there, notes)"
+    "The `_Placed` of slices that are sorted."
     step, moved, notes = _stack(path, slices, options.regular)
     affine, moves = _affine(slices, step), [moved] * bool(moved)
     shape = len(moved or slices), *slices[0].size
@@ -498,7 +507,7 @@ def _grid_of(path, slices, options):
         notes = [told if "the affine keeps it" in n else n for n in notes]
         affine, moves, shape = up.affine, [*moves, up], (shape[0], *up.plane)
         within(path, "voxels", shape[0] * shape[1] * shape[2])
-    return affine, shape, moves, notes
+    return _Placed(affine, shape, moves, notes)
 
 # %% ../../nbs/data/01_dicom.ipynb #864173f3
 def _refuse_codec(header):
@@ -617,9 +626,9 @@ def read_dicom(
         headers, others = _headers(path)
         slices, first = _chosen(path, headers, series, options.stack)
         slices, volumes = _sort(path, slices, frame)
-        affine, _, moves, notes = _grid_of(path, slices, options)
+        placed = _grid_of(path, slices, options)
         data, more = _fill(slices)
         if finite: _refuse_nonfinite(path, data.T)
-        if moves: data, more = _moved(slices, data, moves, options.fill)
-        notes = *first, *notes, *more, *_file_notes(slices[0].header, others, frame, volumes)
-    return _as_volume(path, slices[0].header, data, affine, canonical, notes)
+        if placed.moves: data, more = _moved(slices, data, placed.moves, options.fill)
+        notes = *first, *placed.notes, *more, *_file_notes(slices[0].header, others, frame, volumes)
+    return _as_volume(path, slices[0].header, data, placed.affine, canonical, notes)

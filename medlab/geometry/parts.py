@@ -52,7 +52,7 @@ def _missing_frames(parts):
 
 def _totals(parts): return {t for h in parts if (t := _number(h, "InConcatenationTotalNumber"))}
 
-# %% ../../nbs/geometry/00_parts.ipynb #d308a730
+# %% ../../nbs/geometry/00_parts.ipynb #05cafaa9
 def _refuse_numbers(path, parts):
     "Raise for parts without a number, with the number of another, or of several totals."
     seen = {}
@@ -67,7 +67,7 @@ def _refuse_numbers(path, parts):
         raise UserError(f"{path}: its parts say that they are of {' and of '.join(map(str, sorted(totals)))} parts; "
                         "export them again")
 
-
+# %% ../../nbs/geometry/00_parts.ipynb #369c8fb3
 def _refuse_gaps(path, parts):
     "Raise for a part that is missing, or that begins elsewhere than where the one before it ends."
     total, gaps = max([part_number(parts[-1]), *_totals(parts)]), _missing_frames(parts)

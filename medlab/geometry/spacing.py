@@ -31,7 +31,7 @@ class Row:
     @property
     def usual(self): "The usual gap, mm."; return float(np.median(np.diff(self.along)))
 
-# %% ../../nbs/geometry/02_spacing.ipynb #db478e6b
+# %% ../../nbs/geometry/02_spacing.ipynb #86b5a172
 def positions(
     values,  # mm
     at_most:int=5,  # that are written out
@@ -50,7 +50,7 @@ def _missing(row, odd):
         if n < 2 ** 16 and abs(gap / row.usual - n) < 0.25: found += [along[i] + gap * k / n for k in range(1, n)]
     return found
 
-
+# %% ../../nbs/geometry/02_spacing.ipynb #da2b7bfb
 def uneven_error(row:Row) -> UserError:
     "The error for slices that are not evenly spaced, with the gaps that are to blame."
     along, gaps = row.along, np.diff(row.along)
@@ -95,7 +95,7 @@ def even(self:Row) -> bool:
     "Whether every slice lies near its even place."
     return self.unevenness() <= EVEN * (self.along[-1] - self.along[0]) / (len(self.along) - 1)
 
-# %% ../../nbs/geometry/02_spacing.ipynb #f3e53273
+# %% ../../nbs/geometry/02_spacing.ipynb #8c84747e
 def _spacing(row, wanted):
     "Distance, mm, of the slices to be made; raises `UserError` for one that cannot be."
     span, usual = float(row.along[-1] - row.along[0]), row.usual
@@ -108,7 +108,7 @@ def _spacing(row, wanted):
                         "them as they are, and bring them to a coarser grid by resample_to, which averages")
     return float(wanted)
 
-
+# %% ../../nbs/geometry/02_spacing.ipynb #bff25a16
 @dataclass(frozen=True, eq=False)
 class Resampled:
     "Slices at even places, each between two acquired ones."
@@ -133,7 +133,7 @@ def apply(self:Resampled,
             gone[k] |= unseen[i + 1]
     return made, gone
 
-# %% ../../nbs/geometry/02_spacing.ipynb #1415dbfb
+# %% ../../nbs/geometry/02_spacing.ipynb #9e819324
 def _note(row, at, share, rest):
     "What was invented, as a sentence."
     made, gap = at[share > 0], np.diff(row.along).max()
@@ -143,6 +143,23 @@ def _note(row, at, share, rest):
     return text + f"; the last {rest:.3g} mm of the series hold no slice" * bool(rest > 1e-6)
 
 
+def _kept(row, spacing):
+    "Number of an even place → that of the acquired slice that is taken for it."
+    near = np.rint((row.along - row.along[0]) / spacing).astype(int)
+    off = np.abs(row.along - row.along[0] - spacing * near)
+    close = (EVEN if off.max() <= EVEN * spacing else 1e-3) * spacing
+    return {int(k): i for i, k in enumerate(near) if off[i] <= close}
+
+
+def _neighbours(row, at, kept):
+    "((m,) slice before each place, (m,) share of the one behind it)"
+    left = np.clip(np.searchsorted(row.along, at, "right") - 1, 0, len(row.along) - 2)
+    share = np.clip((at - row.along[left]) / np.diff(row.along)[left], 0, 1)
+    for k, i in kept.items():
+        if k < len(at): left[k], share[k] = i, 0
+    return left + (share == 1), np.where(share == 1, 0, share)
+
+# %% ../../nbs/geometry/02_spacing.ipynb #76477934
 @patch
 def regular(self:Row,
     wanted,  # True: as far apart as they usually are; or a distance in mm
@@ -153,14 +170,6 @@ def regular(self:Row,
     within(self.path, "voxels", count * int(np.prod(self.plane)))
     _refuse_aside(self)
     at = along[0] + spacing * np.arange(count)
-    near = np.rint((along - along[0]) / spacing).astype(int)
-    off = np.abs(along - along[0] - spacing * near)
-    close = (EVEN if off.max() <= EVEN * spacing else 1e-3) * spacing
-    kept = {int(k): i for i, k in enumerate(near) if off[i] <= close}
-    left = np.clip(np.searchsorted(along, at, "right") - 1, 0, len(along) - 2)
-    share = np.clip((at - along[left]) / (along[left + 1] - along[left]), 0, 1)
-    for k, i in kept.items():
-        if k < count: left[k], share[k] = i, 0
-    left, share = left + (share == 1), np.where(share == 1, 0, share)
+    left, share = _neighbours(self, at, _kept(self, spacing))
     step = (self.at[-1] - self.at[0]) * (spacing / (along[-1] - along[0]))
     return Resampled(left, share, (_note(self, at, share, along[-1] - at[-1]),)), step

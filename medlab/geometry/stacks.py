@@ -21,7 +21,7 @@ def cut_difference(
     if not np.allclose(s.pixel, a.pixel, rtol=1e-3):
         return "PixelSpacing", s.pixel[::-1].tolist(), a.pixel[::-1].tolist()
 
-# %% ../../nbs/geometry/01_stacks.ipynb #28cbc6d3
+# %% ../../nbs/geometry/01_stacks.ipynb #4d1bcb95
 MOST_STACKS = 200  # in a series; what is cut in more ways is none
 
 
@@ -49,7 +49,7 @@ def _groups(path, slices):
         left = left[~alike]
     return groups
 
-
+# %% ../../nbs/geometry/01_stacks.ipynb #177f16cd
 def stacks_of(
     path,  # for messages
     slices,  # see `cut_difference`, in an order that does not depend on that of the files
@@ -61,7 +61,7 @@ def stacks_of(
     named = all(ids) and len({*ids}) == len(ids)
     return dict(zip(ids if named else map(str, range(1, len(groups) + 1)), groups))
 
-# %% ../../nbs/geometry/01_stacks.ipynb #825713a2
+# %% ../../nbs/geometry/01_stacks.ipynb #094ee1ac
 def _plane(normal):
     "The plane of a slice in words."
     axis = int(np.abs(normal).argmax())
@@ -81,7 +81,7 @@ def _why(stacks):
     if not (odd := cut_difference(other, first)): return "its frames are of several stacks by their StackID"
     return f"its slices are not cut alike: the {odd[0]} of {other} is {odd[1]}, of {first} {odd[2]}"
 
-
+# %% ../../nbs/geometry/01_stacks.ipynb #32492624
 def one_stack(
     path,  # for messages
     slices,  # see `stacks_of`

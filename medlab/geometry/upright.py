@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from fastcore.basics import patch
 
-# %% ../../nbs/geometry/03_upright.ipynb #5c1134ef
+# %% ../../nbs/geometry/03_upright.ipynb #fe1afbbe
 _LEAST = 0.01  # pixels: a stack whose slices are shifted by less in all stands upright
 
 
@@ -25,7 +25,7 @@ class Upright:
 
     def __len__(self): return len(self.shift)
 
-
+# %% ../../nbs/geometry/03_upright.ipynb #1fd71ee9
 def lean(
     affine:np.ndarray,  # (4, 4) index (column, row, k) → mm
 ) -> np.ndarray:  # (a, b, g): pixels along columns, pixels along rows, mm along the normal
@@ -52,7 +52,7 @@ def plan_upright(
     angle = np.degrees(np.arccos(min(1, abs(g) / np.linalg.norm(affine[:3, 2]))))
     return Upright(made, moved - low, tuple(int(n) for n in size[::-1]), float(angle))
 
-# %% ../../nbs/geometry/03_upright.ipynb #f1c1607b
+# %% ../../nbs/geometry/03_upright.ipynb #291cb333
 def _shifted(plane, d, axis, blend, end):
     "A plane moved along an axis by d pixels within a larger one; `end`: what lies around it."
     whole, f = int(d), d - int(d)
@@ -79,7 +79,7 @@ def _mix(a, b, f): return a + f * (b - a)
 
 def _either(a, b, f): return a | b
 
-
+# %% ../../nbs/geometry/03_upright.ipynb #dd44366b
 @patch
 def apply(self:Upright,
     planes:np.ndarray,  # (n, rows, columns) float32

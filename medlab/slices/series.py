@@ -120,11 +120,11 @@ def _read_source(path, series, dicom=DicomOptions()):
         raise UserError(f"{path}: its modality is {found}; a volume in HU is derived from a CT series: give that one")
     images, files = _images(slices)
     first, _ = _sort(path, slices, 0)
-    affine, shape, _, _ = _grid_of(path, first, dicom)
+    placed = _grid_of(path, first, dicom)
     header = pydicom.dcmread(first[0].path, stop_before_pixels=True)
     notes = tuple(_lacks(header, len(images), files))
     uid = str(header.get("SeriesInstanceUID") or "")
-    return _Source(path, header, uid, images, affine, shape[::-1], notes)
+    return _Source(path, header, uid, images, placed.affine, placed.shape[::-1], notes)
 
 # %% ../../nbs/slices/04_series.ipynb #6d54a77f
 def _refuse_elsewhere(volume, source):
