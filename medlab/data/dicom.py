@@ -27,6 +27,11 @@ from pydicom.pixels import get_decoder
 from pydicom.uid import UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian
 
 from ..core import UserError, printable
+from ..geometry.options import DicomOptions
+from ..geometry.parts import PART_TAGS, join_parts, part_number
+from ..geometry.spacing import Row, positions, uneven_error
+from ..geometry.stacks import one_stack
+from ..geometry.upright import plan_upright
 from ..intake.child import Job, decoded
 from ..intake.opened import limits, most_pixels, opened, read_whole, reading, size_of, within
 from .volume import Grid, Volume, _laid, _refuse_nonfinite
@@ -103,12 +108,12 @@ _TAGS = """SOPClassUID SOPInstanceUID Modality SeriesDescription SeriesInstanceU
     PixelPaddingValue PixelPaddingRangeLimit ImagePositionPatient ImageOrientationPatient PixelSpacing
     SliceThickness SpacingBetweenSlices RescaleSlope RescaleIntercept ModalityLUTSequence LossyImageCompression
     EchoTime DiffusionBValue TemporalPositionIdentifier
-    PerFrameFunctionalGroupsSequence SharedFunctionalGroupsSequence""".split()
+    PerFrameFunctionalGroupsSequence SharedFunctionalGroupsSequence""".split() + [*PART_TAGS]
 
 
 _INTEGERS = {*"""Rows Columns NumberOfFrames SamplesPerPixel PixelRepresentation BitsAllocated InstanceNumber
-    BitsStored PlanarConfiguration SeriesNumber PixelPaddingValue PixelPaddingRangeLimit TemporalPositionIdentifier TemporalPositionIndex
-    InStackPositionNumber""".split()}
+    BitsStored PlanarConfiguration SeriesNumber PixelPaddingValue PixelPaddingRangeLimit TemporalPositionIdentifier
+    TemporalPositionIndex InStackPositionNumber""".split(), *PART_TAGS[1:]}
 _NUMBERS = {*"""SliceThickness SpacingBetweenSlices RescaleSlope RescaleIntercept EchoTime EffectiveEchoTime
     DiffusionBValue""".split()}
 _LISTS = {"ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"}
@@ -145,7 +150,7 @@ def _converted(path, data, tags):
 
 _ODD_TAG = "{}: its tag {} holds {}, which is no value of it; repair the tag, or copy the file again from its source"
 _NESTED = """PlanePositionSequence PlaneOrientationSequence PixelMeasuresSequence PixelValueTransformationSequence
-    FrameContentSequence MREchoSequence MRDiffusionSequence EffectiveEchoTime InStackPositionNumber
+    FrameContentSequence MREchoSequence MRDiffusionSequence EffectiveEchoTime StackID InStackPositionNumber
     TemporalPositionIndex FrameAnatomySequence FrameLaterality""".split()
 
 
@@ -323,6 +328,9 @@ class _Slice:
     @functools.cached_property
     def size(self): "Its rows and columns."; return self.header.Rows, self.header.Columns
 
+    @property
+    def stack(self): "Its StackID; empty: none."; return str(_get(self.places, "StackID", ""))
+
     def __str__(self):
         return self.path.name + f" frame {self.index}" * ("PerFrameFunctionalGroupsSequence" in self.header)
 
@@ -365,23 +373,6 @@ def _slices(header):
     return [_slice(header, name(i), i, places) for i, places in enumerate(every)]
 
 # %% ../../nbs/data/01_dicom.ipynb #4c3b6d91
-def _difference(s, a):
-    "What of a slice's cut differs from another's: (name, its value, the other's); None: nothing."
-    if np.abs(s.axes - a.axes).max() > 1e-3: return "orientation", s.axes.round(4).tolist(), a.axes.round(4).tolist()
-    if s.size != a.size: return "rows and columns", s.size, a.size
-    if not np.allclose(s.pixel, a.pixel, rtol=1e-3):
-        return "PixelSpacing", s.pixel[::-1].tolist(), a.pixel[::-1].tolist()
-
-# %% ../../nbs/data/01_dicom.ipynb #8212a0ec
-def _refuse_mixture(path, slices):
-    "Raise where slices are not all cut alike."
-    a = slices[0]
-    for s in slices[1:]:
-        if not (odd := _difference(s, a)): continue
-        raise UserError(f"{path}: its slices are not cut alike: the {odd[0]} of {s.path.name} is {odd[1]}, "
-                        f"of {a.path.name} {odd[2]}; put the images of each kind into a folder of their own")
-
-
 def _refuse_copies(path, slices):
     "Raise where two files hold the same image."
     seen = {}
@@ -391,23 +382,37 @@ def _refuse_copies(path, slices):
         raise UserError(f"{path}: {seen[uid].name} and {s.path.name} hold the same image "
                         f"(SOP Instance UID {uid}); remove one of them")
 
+
+def _order(s): return int(s.header.get("InstanceNumber") or 0), part_number(s.header), s.path, s.index
+
+
+def _chosen(path, headers, series=None, stack=None):
+    "(slices of the series and the stack that are meant, notes)"
+    found, notes = join_parts(path, _one_series(path, headers, series))
+    every = sorted((s for h in found for s in _slices(h)), key=_order)
+    slices = one_stack(path, every, stack or None)
+    _refuse_copies(path, slices)
+    left = len(every) - len(slices)
+    if left: notes = [*notes, f"stack {stack}: {left} images of other stacks in this series left out"]
+    return slices, notes
+
 # %% ../../nbs/data/01_dicom.ipynb #dc984761
+def _apart(s):
+    "How far, mm, two slices must lie apart along their normal to be at two positions."
+    sizes = (float(_get(s.places, k) or 0) for k in ("SliceThickness", "SpacingBetweenSlices"))
+    return min([0.05 * float(s.pixel.min()), *(0.5 * abs(v) for v in sizes if v)])
+
+
 def _by_position(slices):
     "(lists of the slices at one position each, sorted along the normal; these positions in mm)"
-    slices = sorted(slices, key=lambda s: (int(s.header.get("InstanceNumber") or 0), s.path, s.index))
+    slices = sorted(slices, key=_order)
     along = np.array([s.position for s in slices]) @ slices[0].normal
     order = np.argsort(along, kind="stable")
-    far = np.diff(along[order]) > 0.05 * slices[0].pixel.min()
+    far = np.diff(along[order]) > _apart(slices[0])
     group = np.concatenate([[0], np.cumsum(far)])
     groups = [[] for _ in range(group[-1] + 1)]
     for g, i in zip(group, order): groups[g].append(slices[i])
     return groups, along[order][np.searchsorted(group, np.arange(len(groups)))]
-
-
-def _mm(values, at_most=5):
-    "Positions as text."
-    more = f" and {len(values) - at_most} more" * (len(values) > at_most)
-    return ", ".join(f"{v:.2f}" for v in values[:at_most]) + more + " mm"
 
 # %% ../../nbs/data/01_dicom.ipynb #7d85110b
 def _count_volumes(path, groups, at):
@@ -417,8 +422,8 @@ def _count_volumes(path, groups, at):
     odd = [k for k, c in enumerate(count) if c != usual]
     if not odd: return usual
     numbers = " or ".join(map(str, sorted({count[k] for k in odd})))
-    first = ", ".join(map(str, groups[odd[0]][:4]))
-    raise UserError(f"{path}: at {_mm(at[odd])} along the normal lie {numbers} images, at each other position {usual} "
+    where, first = positions(at[odd]), ", ".join(map(str, groups[odd[0]][:4]))
+    raise UserError(f"{path}: at {where} along the normal lie {numbers} images, at each other position {usual} "
                     f"(first: {first}); remove what is stored twice, or copy what is missing")
 
 # %% ../../nbs/data/01_dicom.ipynb #56fa9178
@@ -455,41 +460,10 @@ def _sort(path, slices, frame):
     return chosen, volumes
 
 # %% ../../nbs/data/01_dicom.ipynb #dac63479
-def _missing(along, odd, usual):
-    "Positions, mm, at which slices are missing: inside of gaps that are a whole number of the usual one."
-    for i in odd:
-        gap = along[i + 1] - along[i]
-        n = round(gap / usual)
-        if abs(gap / usual - n) < 0.25: yield from (along[i] + gap * k / n for k in range(1, n))
-
-# %% ../../nbs/data/01_dicom.ipynb #ea93d2b8
-def _uneven_error(path, slices, along):
-    "The error for slices that are not evenly spaced, with the gaps that are to blame."
-    gaps = np.diff(along)
-    usual = np.median(gaps)
-    far = np.abs(gaps - usual)
-    odd = np.flatnonzero(far > 0.5 * far.max())
-    end = lambda i: f"{slices[i]} ({along[i]:.2f} mm)"
-    text = "; ".join(f"{gaps[i]:.4g} mm between {end(i)} and {end(i + 1)}" for i in odd[:5])
-    if len(odd) > 5: text += f"; and {len(odd) - 5} more"
-    missing = [*_missing(along, odd, usual)]
-    remedy = f"copy the missing slices at {_mm(missing)}" if missing else "resample it with the tool that made it"
-    return UserError(f"{path}: its slices are not evenly spaced: {usual:.4g} mm apart along the normal, but "
-                     f"{text}; {remedy}")
-
-# %% ../../nbs/data/01_dicom.ipynb #e9ce1815
-def _step(path, slices):
-    "((3,) from one slice to the next, LPS mm; how far a slice lies from its even place at most, mm along the normal)"
-    at, normal = np.array([s.position for s in slices]), slices[0].normal
-    step = (at[-1] - at[0]) / (len(at) - 1)
-    apart = at - at[0] - np.arange(len(at))[:, None] * step
-    uneven = np.abs(apart @ normal).max()
-    if uneven > 0.1 * (step @ normal): raise _uneven_error(path, slices, at @ normal)
-    aside = np.linalg.norm(apart - (apart @ normal)[:, None] * normal, axis=1).max()
-    if aside > max(0.05 * slices[0].pixel.min(), 0.02 * np.median(np.diff(at @ normal))):
-        raise UserError(f"{path}: its slices do not lie on a straight line: one lies {aside:.3g} mm beside it; "
-                        "resample it with the tool that made it")
-    return step, uneven
+def _row(path, slices):
+    "Slices at one position each, sorted along their normal, as a row."
+    at, pixel = np.array([s.position for s in slices]), float(slices[0].pixel.min())
+    return Row(path, slices, at, slices[0].normal, pixel, slices[0].size)
 
 # %% ../../nbs/data/01_dicom.ipynb #313e0182
 def _thickness(slices):
@@ -520,14 +494,18 @@ def _stack_notes(step, uneven, gap, thick):
                "along their normal")
 
 
-def _stack(path, slices):
-    "((3,) step from slice to slice, LPS mm; notes)"
+def _stack(path, slices, regular=None):
+    "((3,) step from slice to slice, LPS mm; what fills the gaps, or None; notes)"
     normal, thick = slices[0].normal, _thickness(slices)
     if len(slices) == 1:
         size, note = _lone(slices[0], thick)
-        return normal * size, [note]
-    step, uneven = _step(path, slices)
-    return step, [*_stack_notes(step, uneven, float(step @ normal), thick)]
+        return normal * size, None, [note]
+    row, moved = _row(path, slices), None
+    if regular and not (regular is True and row.even()): moved, step = row.regular(regular)
+    elif row.even(): step = row.step()
+    else: raise uneven_error(row)
+    uneven = 0 if moved else row.unevenness()
+    return step, moved, [*(moved.notes if moved else ()), *_stack_notes(step, uneven, float(step @ normal), thick)]
 
 # %% ../../nbs/data/01_dicom.ipynb #6b3367eb
 def _affine(slices, step):
@@ -536,6 +514,29 @@ def _affine(slices, step):
     a[:3, :2] = (first.axes * first.pixel[:, None]).T
     a[:3, 2], a[:3, 3] = step, first.position
     return np.diag([-1.0, -1, 1, 1]) @ a
+
+# %% ../../nbs/data/01_dicom.ipynb #2cdc6704
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    "The grid of a series."
+    affine:np.ndarray  # (4, 4) index (x, y, z) → RAS mm
+    shape:tuple  # (z, y, x) voxels
+    moves:list  # how the slices come there, one after the other; empty: they lie there
+    notes:list
+
+
+def _grid_of(path, slices, options):
+    "The `_Placed` of slices that are sorted."
+    step, moved, notes = _stack(path, slices, options.regular)
+    affine, moves = _affine(slices, step), [moved] * bool(moved)
+    shape = len(moved or slices), *slices[0].size
+    if up := plan_upright(affine, shape) if options.upright else None:
+        told = (f"the stack was sheared by {up.angle:.1f}° (gantry tilt) and was made upright: interpolated linearly "
+                "within its planes")
+        notes = [told if "the affine keeps it" in n else n for n in notes]
+        affine, moves, shape = up.affine, [*moves, up], (shape[0], *up.plane)
+        within(path, "voxels", shape[0] * shape[1] * shape[2])
+    return _Placed(affine, shape, moves, notes)
 
 # %% ../../nbs/data/01_dicom.ipynb #864173f3
 def _refuse_codec(header):
@@ -722,6 +723,27 @@ def _fill(slices, canonical=False):
         count += int(n)
     return data, [_padding_note(count, data.size, values)] if count else []
 
+# %% ../../nbs/data/01_dicom.ipynb #b7c8d45d
+def _unmeasured(slices, data):
+    "(where slices hold padding, (z, y, x) bool; the padding's lowest value, or None)"
+    found, low, ends = np.zeros(data.shape, bool), [], {id(s.header): _padding(s.header) for s in slices}
+    for k, s in enumerate(slices):
+        if not (e := ends[id(s.header)]): continue
+        a, b = sorted(np.float32(_rescale(v, s.places)) for v in e)
+        found[k] = (data[k] >= a) & (data[k] <= b)
+        low.append(float(a))
+    return found, min(low, default=None)
+
+
+def _moved(slices, data, moves, fill):
+    "(the slices on another grid, notes)"
+    unseen, low = _unmeasured(slices, data)
+    for m in moves: data, unseen = m.apply(data, unseen)
+    if not (n := int(np.count_nonzero(unseen))): return data, []
+    if fill is None: fill = float(np.min(data, where=~unseen, initial=np.inf)) if low is None else low
+    data[unseen] = fill
+    return data, [f"{n:,} voxels ({100 * n / data.size:.1f} %) hold {fill:g}: no slice measured anything there"]
+
 # %% ../../nbs/data/01_dicom.ipynb #cea2c059
 def _file_notes(first, others, frame, volumes):
     "What is worth knowing of the files, a sentence each."
@@ -747,17 +769,20 @@ def read_dicom(
     frame:int=None,  # which volume, from 0, where the series holds several at each position; None: the only one
     canonical:bool=True,  # turn the axes to RAS+; False: columns, rows and slices as stored
     finite:bool=True,  # refuse NaN and Inf; False: hand them on
+    stack=None,  # name of one of several stacks in the series, as the error lists them; None: the only one
+    upright:bool=False,  # resample a stack that a tilted gantry sheared to right angles; False: the affine keeps it
+    regular=None,  # fill gaps between slices by interpolation: True, or their distance in mm; None: refuse gaps
+    fill:float=None,  # of voxels that no slice measured, where it resamples; None: the padding, or the lowest value
 ) -> Volume:  # float32 (z, y, x), RescaleSlope and RescaleIntercept applied
     "Read one DICOM series, classic or Enhanced, as a volume; raises `UserError` for what is none."
-    path = Path(path)
+    path, options = Path(path), DicomOptions(upright, regular, stack, fill)
     with reading(path):
         headers, others = _headers(path)
-        slices = [s for h in _one_series(path, headers, series) for s in _slices(h)]
-        _refuse_mixture(path, slices)
-        _refuse_copies(path, slices)
+        slices, first = _chosen(path, headers, series, options.stack)
         slices, volumes = _sort(path, slices, frame)
-        step, notes = _stack(path, slices)
+        placed = _grid_of(path, slices, options)
         data, more = _fill(slices, canonical)
         if finite: _refuse_nonfinite(path, data.T)
-        notes = *notes, *more, *_file_notes(slices[0].header, others, frame, volumes)
-    return _as_volume(path, slices[0].header, data, _affine(slices, step), canonical, notes)
+        if placed.moves: data, more = _moved(slices, data, placed.moves, options.fill)
+        notes = *first, *placed.notes, *more, *_file_notes(slices[0].header, others, frame, volumes)
+    return _as_volume(path, slices[0].header, data, placed.affine, canonical, notes)

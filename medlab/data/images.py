@@ -20,6 +20,7 @@ from PIL import Image as Pillow
 from pydicom.uid import UID
 
 from ..core import UserError, printable
+from ..geometry.options import DicomOptions
 from ..intake.child import Job, decoded
 from ..intake.decoders import listening
 from ..intake.opened import most_pixels, read_whole, reading, size_of, within
@@ -179,9 +180,11 @@ def file_stem(
 def read_scan(
     path,  # a NIfTI or DICOM file, or the folder of one DICOM series
     finite:bool=True,  # refuse NaN and Inf; False: hand them on
+    dicom:DicomOptions=DicomOptions(),  # how a series is read where it leaves it open
 ) -> Volume:
     "Read a volume in either format; raises `UserError` for what is none."
-    return (_reader(path) or read_volume)(path, finite=finite)
+    reader = _reader(path) or read_volume
+    return reader(path, finite=finite, **vars(dicom) if reader is read_dicom else {})
 
 
 def read_any(

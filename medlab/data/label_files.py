@@ -16,6 +16,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core import UnknownName, UserError
+from ..geometry.options import DicomOptions
 from ..intake.opened import lies_there
 from ..intake.texts import read_csv, read_json
 from .cases import phantom_name
@@ -34,6 +35,7 @@ class LabelledCase:
     split:str = ""  # "train", "val" or "test" where a list says so
     patient:str = ""  # where a list says so; "": the name says it
     fault:str = ""  # why it cannot be used whatever its files hold; "": nothing known
+    dicom:DicomOptions = DicomOptions()  # how a series is read where it leaves it open
 
     @property
     def files(self) -> dict:
@@ -51,7 +53,7 @@ def read(self:LabelledCase,
 ) -> dict:  # images: list of volumes; label: a volume or None
     "Its images and its mask; raises `UserError` where a file is unsound."
     mask = read_volume(self.label) if self.label and label else None
-    return dict(images=[read_scan(p) for p in self.images], label=mask)
+    return dict(images=[read_scan(p, dicom=self.dicom) for p in self.images], label=mask)
 
 # %% ../../nbs/data/11_label_files.ipynb #fa9361d9
 @patch
@@ -290,6 +292,7 @@ def _refuse_twice(root, cases):
 # %% ../../nbs/data/11_label_files.ipynb #c5336a08
 def find_labelled(
     root,  # a folder in one of the layouts above, a list, or one volume
+    dicom:DicomOptions=DicomOptions(),  # how every series is read where it leaves it open
 ) -> Found:
     "Find labelled cases, sorted by name; raises `UserError` where there is none, and for lists that cannot be read."
     root = Path(root).expanduser()
@@ -302,4 +305,5 @@ def find_labelled(
                         f"or {' and '.join(NIFTI)} files")
     _refuse_twice(root, cases)
     source = root / "dataset.json" if root.is_dir() else root
-    return Found(sorted(cases, key=lambda c: c.name), *_label_names(source, meta))
+    cases = [replace(c, dicom=dicom) for c in sorted(cases, key=lambda c: c.name)]
+    return Found(cases, *_label_names(source, meta))

@@ -21,6 +21,8 @@ from ..data.dicom import (_fill, _get, _places, _refuse_codec, _refuse_frames, _
                                read_header)
 from ..data.images import _grey, _refuse_pixels, read_images, tiff_pages
 from ..data.volume import Volume
+from ..geometry.options import DicomOptions
+from ..geometry.parts import join_parts, part_number
 from ..intake.decoders import listening
 from ..intake.opened import opened, reading, within
 
@@ -150,7 +152,8 @@ def _refuse_colours(header):
 
 def _unplaced(path, headers):
     "An OCT volume whose frames have no place in the patient."
-    headers = sorted(headers, key=lambda h: int(h.get("InstanceNumber") or 0))
+    headers, told = join_parts(path, headers)
+    headers = sorted(headers, key=lambda h: (int(h.get("InstanceNumber") or 0), part_number(h)))
     for h in headers:
         _refuse_colours(h)
         _refuse_codec(h)
@@ -163,7 +166,7 @@ def _unplaced(path, headers):
                         f"{slices[0].size[0]}×{slices[0].size[1]}; put those of one volume into a folder of their own")
     data, more = _fill(slices)
     sizes, notes = _sizes(every[0][2])
-    return data, sizes, [*notes, *more]
+    return data, sizes, [*told, *notes, *more]
 
 # %% ../../nbs/oct/01_scans.ipynb #8f138f6c
 def is_placed(
@@ -177,6 +180,7 @@ def is_placed(
 # %% ../../nbs/oct/01_scans.ipynb #68ba99b0
 def read_oct_dicom(
     paths,  # one file of many frames, or the files of one series
+    dicom:DicomOptions=DicomOptions(),  # how it is read where it leaves it open
 ) -> OCTScan:
     "Read an OCT volume from DICOM; raises `UserError` for what is none."
     headers = [oct_header(p) for p in paths]
@@ -185,7 +189,7 @@ def read_oct_dicom(
     patient, eye, maker = header_facts(first)
     if all(map(is_placed, headers)) and sum(int(h.get("NumberOfFrames") or 1) for h in headers) > 1:
         uid = str(first.get("SeriesInstanceUID") or "")
-        volume = read_dicom(where, uid if len(paths) > 1 else None, canonical=False)
+        volume = read_dicom(where, uid if len(paths) > 1 else None, canonical=False, **vars(dicom))
         data, sizes, notes = volume.data, volume.spacing, list(volume.notes)
     else: data, sizes, notes = _unplaced(where, headers)
     if not eye: notes = [*notes, "which eye it is, is stored nowhere"]

@@ -28,6 +28,7 @@ from ..data.labels import Overlaid
 from ..data.modalities import held_extent
 from ..data.split import Split
 from ..data.volume import Volume
+from ..geometry.options import DicomOptions
 from medlab.jepa.collapse import (
     CollapseKnobs, CollapseWatch, Motion, centred_gram, feature_signals, feature_std, mean_loss, refuse_zero, send,
     weight_distance
@@ -101,6 +102,9 @@ class VJEPA3D(Recipe):
     cut: str = "last"  # what is left out so that samples have as many tokens: "last", as in public code, or "random"
     domain_balance: str = "even"  # how often manufacturers come: "even", "sqrt" of their size, or by "size"
     spacing: tuple = None  # (z, y, x) mm that volumes are brought to; None: they stay as they are
+    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": tilted
+                     # stacks at right angles, gaps between slices filled (as usual, or to so many mm), one of several
+                     # stacks; with fill=-1000 where no slice measured anything; "": none of it
     standard: str = "z"  # greys: "z" (mean 0, deviation 1), "range" (percentiles to −1 and 1) or "none"
     unknown: str = "keep"  # axes of unknown size under `spacing`: "keep" them, or "refuse" the case
     flip: float = 0.5  # share of the samples that are flipped along the fast axis; 0: none
@@ -160,6 +164,7 @@ def _check_fields(r):
     if not r.val + r.test < 1:
         raise UserError(f"val={r.val} and test={r.test} leave nothing to train on; together they must be below 1")
     r.check_masks(r.image_size, r.any_ratio)
+    DicomOptions.of(r.dicom)
     r.variation()
     with torch.device("meta"): r.network()
 
@@ -313,8 +318,9 @@ def _checked(self:VJEPA3D, check):
 def _look(self:VJEPA3D):
     "The `Check` of every volume, or of the first phantoms."
     if not self.data_root: return [self._checked(c) for c in inspect_oct(self.phantom_cases()[:2])]
-    cases = with_patients(find_oct(self.data_root)[:self.limit or None], self.patient_rule)
-    return [self._checked(c) for c in inspect_oct(cases, progress=True)]
+    found = find_oct(self.data_root, DicomOptions.of(self.dicom))[:self.limit or None]
+    checks = inspect_oct(with_patients(found, self.patient_rule), progress=True)
+    return [self._checked(c) for c in checks]
 
 
 @patch
@@ -507,7 +513,9 @@ def dataset(self:VJEPA3D) -> CornerDataset:
 
 
 @patch
-def find(self:VJEPA3D, path): "The volumes at a path."; return find_oct(path)
+def find(self:VJEPA3D, path):
+    "The volumes at a path."
+    return find_oct(path, DicomOptions.of(self.dicom))
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #e40a40f3
 @patch

@@ -88,7 +88,8 @@ def content_of(
     "What the latents of a case depend on; raises `UserError` where a file cannot be read."
     if not case.files: return f"{case.name} {case.seed} {sorted(case.kw.items())}"
     series = getattr(case, "thick_series", ""), getattr(case, "thin_series", "")
-    return " ".join([content_hash(case.files.values()), *case.files, *series])
+    read = [f"read {case.dicom}"] * bool(str(getattr(case, "dicom", "")))  # none: the name that it always had
+    return " ".join([content_hash(case.files.values()), *case.files, *series, *read])
 
 
 @dataclass
