@@ -11,6 +11,7 @@ import math
 import os
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -28,21 +29,32 @@ BRICK = 32  # voxels along each of the last three axes
 class Damaged(Exception): "A file of the cache is gone, or does not hold what was written."
 
 
+@lru_cache(2**10)
 def _brick_shape(shape):
     "Of what has less than three axes, the whole."
     return (1,) * (len(shape) - 3) + tuple(min(BRICK, n) for n in shape[-3:]) if len(shape) >= 3 else tuple(shape)
 
 
+@lru_cache(2**10)
 def _grid(shape):
     "How many bricks lie along each axis."
     return tuple(-(-n // b) for n, b in zip(shape, _brick_shape(shape)))
 
 
+@lru_cache(2**14)
 def _bounds(shape, at):
-    "[(start, stop)] of a brick along each axis; those at the end are smaller, none is padded."
-    return [(i * b, min(n, (i + 1) * b)) for i, b, n in zip(at, _brick_shape(shape), shape)]
+    "(start, stop) of a brick along each axis; those at the end are smaller, none is padded."
+    return tuple((i * b, min(n, (i + 1) * b)) for i, b, n in zip(at, _brick_shape(shape), shape))
 
 
+def _number(grid, at):
+    "Which brick of an array it is."
+    n = 0
+    for k, size in zip(at, grid): n = n * size + k
+    return n
+
+
+@lru_cache(2**14)
 def _first(shape, bounds):
     "Of a brick: how many elements of the array lie before it."
     sides = [b - a for a, b in bounds]
@@ -50,21 +62,20 @@ def _first(shape, bounds):
 
 # %% ../../nbs/cache/01_bricks.ipynb #cf594fee
 _LEAST = 2**15  # elements from which on a table is tried
-_SHIFTS = (12, 8)  # trailing bits that may be ignored
+_SHIFTS = (12, 10, 8)  # trailing bits that may be ignored
 
 
 def _numbered(bits, shift):
     "(table, number of each element) by the leading bits of the elements; None where two values share them."
     top, found = bits >> np.uint32(shift), np.zeros(2**(32 - shift), np.uint32)
     found[top] = bits
-    if not np.array_equal(found[top], bits): return None
-    there = np.zeros(len(found), bool)
-    there[top] = True
-    where = np.flatnonzero(there)
+    if not np.array_equal(found.take(top), bits): return None
+    where = np.flatnonzero(found)
+    if found[0] == 0 and not bits.all(): where = np.concatenate([[0], where])  # the bits of +0.0
     if len(where) > 2**16: return None
     number = np.zeros(len(found), np.uint8 if len(where) <= 2**8 else np.uint16)
     number[where] = np.arange(len(where))
-    return found[where], number[top]
+    return found[where], number.take(top)
 
 
 def as_numbers(
@@ -73,8 +84,11 @@ def as_numbers(
     "The different values of an array, and which of them each element is: `table[numbers]` has the same bits."
     if array.dtype != np.float32 or array.size < _LEAST: return None
     bits = np.ascontiguousarray(array).view(np.uint32).ravel()
-    if len(np.unique(bits[::max(1, bits.size // 2**17)])) > 2**16: return None
-    made = next(filter(None, (_numbered(bits, s) for s in _SHIFTS)), None)
+    some = np.sort(bits[::bits.size // 2**14])
+    some = some[np.flatnonzero(np.diff(some, prepend=~some[0]))]
+    if len(some) > 15_500: return None  # nearly as many values as elements
+    apart = (s for s in _SHIFTS if np.diff(some >> np.uint32(s)).all())
+    made = next(filter(None, (_numbered(bits, s) for s in apart)), None)
     return made and (made[0].view(np.float32), made[1].reshape(array.shape))
 
 # %% ../../nbs/cache/01_bricks.ipynb #3a7ed4e7
@@ -111,7 +125,7 @@ class Plan:
 
     def __init__(self,
         key:str,  # the name under which it is to be found; it is told apart from others by it
-        arrays:dict,  # name → array, of at least one element
+        arrays:dict,  # name → array, of at least one axis and one element
         facts,  # JSON
     ):
         self.arrays = _split(arrays)
@@ -196,7 +210,7 @@ def _row(file, found, said, at, run):
     bounds = [_bounds(shape, (*at, k)) for k in run]
     sizes = [math.prod(b - a for a, b in box) * dtype.itemsize for box in bounds]
     raw = memoryview(_pread(file, sum(sizes), found.start + said["at"] + _first(shape, bounds[0]) * dtype.itemsize))
-    number = said["first"] + int(np.ravel_multi_index((*at, run[0]), grid)) if grid else said["first"]
+    number = said["first"] + _number(grid, (*at, run[0]))
     out, done = [], 0
     for k, (box, n) in enumerate(zip(bounds, sizes)):
         piece = raw[done:done + n]
@@ -229,7 +243,7 @@ def read(self:BrickFile,
     try:
         with opened(self.path) as f:
             got = _fill(f, self, said, box)
-            if said["how"] == "table": return self.table(name, f)[got]
+            if said["how"] == "table": return self.table(name, f).take(got)
     except (OSError, UserError) as e: raise Damaged(str(e)) from e
     return got.view(bool) if said["how"] == "bool" else got
 

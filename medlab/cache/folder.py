@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -81,7 +82,11 @@ def say(self:CacheFolder,
     self.trouble = why
     warnings.warn(f"{self}: {why}; the run goes on without, at the speed of decoding", UserWarning, stacklevel=2)
 
-# %% ../../nbs/cache/03_folder.ipynb #867b154f
+# %% ../../nbs/cache/03_folder.ipynb #1ad1824c
+_OURS = re.compile(r"\.?[0-9a-f]{32}\.(bricks|part)")  # nothing else is ever looked at, or removed
+_NAMES = re.compile(r"\.?[0-9a-f]{32}(\.\d+\.\d+)?")
+
+
 @dataclass(frozen=True)
 class Entry:
     "A file of the folder."
@@ -100,7 +105,7 @@ def entries(self:CacheFolder) -> list:  # the least recently used first
     for sub in os.scandir(self.folder) if self.folder.is_dir() else ():
         if len(sub.name) != 2 or not sub.is_dir(follow_symlinks=False): continue
         for f in os.scandir(sub.path):
-            if not f.name.endswith((".bricks", ".part")): continue
+            if not _OURS.fullmatch(f.name): continue
             with contextlib.suppress(FileNotFoundError):
                 s = f.stat(follow_symlinks=False)
                 found.append(Entry(Path(f.path), s.st_size, s.st_mtime))
@@ -270,9 +275,15 @@ def remember(self:CacheFolder, stats, content):
 
 
 @patch
+def names(self:CacheFolder) -> list:
+    "Files of what is remembered."
+    return [p for p in (self.folder / "names").glob("??/*") if _NAMES.fullmatch(p.name)]
+
+
+@patch
 def forget(self:CacheFolder):
     "Let the older half of what is remembered go where it is far more than there are volumes."
-    names = [p for p in (self.folder / "names").glob("*/*")]
+    names = self.names()
     if len(names) <= _MOST * len(self.entries()) + 1000: return
     when = {p: p.stat().st_mtime for p in names if p.exists()}
     for p in sorted(when, key=when.get)[:len(when) // 2]: p.unlink(missing_ok=True)
@@ -283,5 +294,37 @@ def clear(self:CacheFolder) -> tuple:  # (volumes that were removed, bytes)
     "Remove all volumes, also those in use, which are made again; and what is remembered. Raises `OSError`."
     there = [e for e in self.entries() if not e.part or self._left(e.path, "")]
     for e in there: e.path.unlink(missing_ok=True)
-    shutil.rmtree(self.folder / "names", ignore_errors=True)
+    for p in self.names(): p.unlink(missing_ok=True)
     return sum(not e.part for e in there), sum(e.size for e in there)
+
+# %% ../../nbs/cache/03_folder.ipynb #fe541b7f
+_SHOWN = 20  # files that are listed, the latest
+_TIMES = (("day", 86400), ("hour", 3600), ("minute", 60))
+
+
+def _ago(seconds):
+    "A time in words."
+    unit, n = next(((u, s) for u, s in _TIMES if seconds >= s), ("second", 1))
+    return f"{(k := max(0, int(seconds // n)))} {unit}{'s' * (k != 1)} ago"
+
+
+def _what(entry):
+    "Kind and sizes of what a file holds."
+    if entry.part: return "is being written, or was left by a writer that died"
+    try: found = open_bricks(entry.path, entry.path.stem)
+    except Damaged as e: return f"damaged: {e}"
+    sizes = (f"{k} {'×'.join(map(str, v['shape']))}" for k, v in found.arrays.items() if len(v["shape"]) > 2)
+    return f"{found.facts['of']['class']}: {', '.join(sizes)}"
+
+
+@patch
+def overview(self:CacheFolder) -> str:
+    "How much there is, how much there may be, and when it was last used; raises `OSError`."
+    there = self.entries()[::-1]
+    held = sum(e.size for e in there) / 1e9
+    limit = f"{SIZE}={self.given / 1e9:g}" if self.given else f"{SHARE:.0%} of the free disk; {SIZE} sets it"
+    last = f"; last used {_ago(time.time() - there[0].used)}" if there else ""
+    lines = [f"{e.size / 1e6:9.1f} MB  {_ago(time.time() - e.used):16} {_what(e)}" for e in there[:_SHOWN]]
+    rest = [f"and {len(there) - _SHOWN} that were used before"] if len(there) > _SHOWN else []
+    top = f"{self}: {len(there)}, {held:.3g} of at most {self.limit / 1e9:.3g} GB ({limit}){last}"
+    return "\n".join([top, *lines, *rest])
