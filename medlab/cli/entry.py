@@ -25,7 +25,7 @@ WORDS = dict(  # command → (what its words are, its options)
     runs=(("folder",), ()), demo=(("folder",), ("--steps", "--image", "--threads")), lab=(("folder",), ()),
     selftest=(("folder",), ("--minutes", "--device", "--json")),
     cache=((), ("--clear",)))
-FLAGS = ("--best", "--clear", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student")  # options without a value
+FLAGS = ("--best", "--clear", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student")  # without a value
 CHOICES = {"--form": ("safetensors", "program", "bundle"), "--weights": ("auto", "ema", "raw"),
     "--size": ("small", "base")}
 

@@ -620,7 +620,7 @@ def selftest(argv) -> int:
 
 def cache(argv) -> int:
     "Say which decoded volumes the folder that MEDLAB_CACHE names holds; --clear removes them."
-    about = (" Loaded cases are kept there for all runs of this machine, and patches are read from them. MEDLAB_CACHE_GB "
+    about = (" Loaded cases are kept there for all runs of this machine, and patches are read there. MEDLAB_CACHE_GB "
         "is its size, a fifth of the free disk where it is not set. Off where MEDLAB_CACHE is not set.")
     p = jsonargparse.ArgumentParser(prog="medlab cache", description=cache.__doc__ + about, exit_on_error=False)
     p.add_argument("--clear", action="store_true", help="remove them; what a run still uses is made again")
