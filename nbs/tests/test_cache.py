@@ -222,10 +222,10 @@ FORKED = """
 import json, os, random, signal, sys, time, warnings
 import numpy as np
 from medlab.cache.bricks import Damaged
-from medlab.cache.folder import CacheFolder
+from medlab.cache.folder import CacheFolder, _locked
 place, limit, children, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 keys = [f"{i:02x}" * 16 for i in range(12)]
-made = {k: dict(image=np.random.default_rng(k).integers(0, 500, (40, 64, 64)).astype(np.float32), noise=np.random.default_rng(k).standard_normal((33, 40, 40))) for k in range(12)}
+made = {k: dict(image=np.random.default_rng(k).integers(0, 500, (40, 64, 64)).astype(np.float32), noise=np.random.default_rng(k).standard_normal((64, 64, 64))) for k in range(12)}
 begun, say = os.pipe()
 
 def write():
@@ -246,8 +246,11 @@ cache, rng, seen, most, partial = CacheFolder(place, limit, keep=0), random.Rand
 for n in range(kills):
     pids = [started() for _ in range(children)]
     for _ in range(6): os.read(begun, 1)
-    until = time.monotonic() + rng.uniform(0, 0.05)
-    while time.monotonic() < until: most = max(most, sum(e.size for e in cache.entries()))
+    until = time.monotonic() + (2 if n % 2 else rng.uniform(0, 0.05))
+    while time.monotonic() < until:
+        with _locked(cache.folder, "room", 30): there = cache.entries()  # nobody makes room meanwhile
+        most = max(most, sum({e.path.name.strip(".")[:32]: e.size for e in there}.values()))  # a renamed file is seen twice
+        if n % 2 and any(e.part for e in there): break  # in the middle of a file
     for p in pids: os.kill(p, signal.SIGKILL)
     for p in pids: assert os.waitpid(p, 0)[1] == signal.SIGKILL
     partial += sum(e.part for e in cache.entries())
@@ -263,7 +266,7 @@ print(json.dumps(dict(seen=seen, most=most, partial=partial, damaged=cache.count
 @pytest.mark.parametrize("children", [1, 2])
 def test_killed_writers_leave_nothing_that_is_served_or_stays(tmp_path, children):
     "kill −9 twenty times, at any moment; with two writers the sum of all files is looked at all the while."
-    limit = 5 * 1_100_000
+    limit = 5 * 2_500_000
     done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path / "c"), str(limit), str(children), "20"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
