@@ -44,7 +44,7 @@ def loader(dataset, workers, batch=BATCH, **kw):
     return torch.utils.data.DataLoader(dataset, batch, shuffle=True, num_workers=workers, persistent_workers=True, multiprocessing_context="fork", **kw)
 
 
-def ours(data, cache, workers, each, side, memory=1):
+def ours(data, cache, workers, each, side, memory=1 << 23):
     from medlab.data.label_files import find_labelled
     from medlab.data.labels import LabelTable
     from medlab.data.patches import PatchDataset
@@ -57,7 +57,7 @@ def ours(data, cache, workers, each, side, memory=1):
 def in_memory(*args): return ours(*args, memory=1 << 30)
 
 
-def without(data, cache, *args): return ours(data, "", *args)
+def without(data, cache, *args): return ours(data, "", *args, memory=0)
 
 
 def monai(data, cache, workers, each, side, at_once=1):
