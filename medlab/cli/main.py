@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'PAUSE', 'PATIENCE', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job',
            'resumed_job', 'loggers_of', 'save_late', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict',
-           'evaluate', 'embed', 'probe', 'export', 'one_folder', 'runs', 'check', 'lab', 'demo', 'selftest', 'usage',
-           'show_warning', 'main']
+           'evaluate', 'embed', 'probe', 'export', 'one_folder', 'runs', 'check', 'lab', 'demo', 'selftest', 'cache',
+           'usage', 'show_warning', 'main']
 
 # %% ../../nbs/cli/08_main.ipynb #d313b561
 import contextlib
@@ -622,9 +622,32 @@ def selftest(argv) -> int:
     from medlab.train.state import torch_device
     return run_selftest(torch_device(a.device), a.minutes, a.folder, a.json)
 
+
+def cache(argv) -> int:
+    "Say which decoded volumes the folder that MEDLAB_CACHE names holds; --clear removes them."
+    about = (" Loaded cases are kept there for all runs of this machine, and patches are read there. MEDLAB_CACHE_GB "
+        "is its size, a fifth of the free disk where it is not set. Off where MEDLAB_CACHE is not set.")
+    p = jsonargparse.ArgumentParser(prog="medlab cache", description=cache.__doc__ + about, exit_on_error=False)
+    p.add_argument("--clear", action="store_true", help="remove them; what a run still uses is made again")
+    a = parsed(p, argv)
+    from medlab.cache.folder import VARIABLE, named_folder
+    folder = named_folder()
+    if folder is None:
+        print(f"no decoded volumes are kept: {VARIABLE} names no folder; export {VARIABLE}=/fast/disk/medlab-volumes "
+            "turns it on for all runs")
+        return 0
+    try:
+        if not a.clear: print(folder.overview())
+        else:
+            n, freed = folder.clear()
+            print(f"{folder}: removed {n}, {freed / 1e9:.3g} GB")
+    except OSError as e:
+        raise UserError(f"{folder.folder}: {(e.strerror or str(e)).lower()}; name another folder by {VARIABLE}") from e
+    return 0
+
 # %% ../../nbs/cli/08_main.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, evaluate=evaluate, embed=embed, probe=probe, export=export, runs=runs,
-    check=check, demo=demo, lab=lab, selftest=selftest)
+    check=check, cache=cache, demo=demo, lab=lab, selftest=selftest)
 
 
 def usage() -> str:

@@ -40,7 +40,7 @@ from medlab.jepa.pictures import (
 )
 from ..knobs.traits import Real
 from ..nets.vjepa import POSITIONS, SIZES, VJEPANet, Encoder, Predictor, load_public, take, token_grid, token_mask
-from ..oct.domains import BALANCES, STANDARDS, LoadedOCT, OCTDataset, OCTVariation, load_oct, split_oct
+from ..oct.domains import BALANCES, STANDARDS, LoadedOCT, OCTDataset, OCTVariation, kept_oct, split_oct
 from ..preflight.report import Report
 from ..oct.files import OCTPhantomCase, faults_by_manufacturer, find_oct, inspect_oct, oct_phantom_cases
 from ..probes.embed import embed_cases
@@ -484,7 +484,7 @@ def loaded(self:VJEPA3D,
     case,  # one of the run's
 ) -> LoadedOCT:
     "A scan ready to be cut, kept up to `cache_gb` for all who ask; raises `CaseFault`."
-    return self.volumes.get(case.name, lambda: load_oct(case, **self.reading()))
+    return kept_oct(self.volumes, case, **self.reading()).whole
 
 
 @patch

@@ -17,9 +17,10 @@ from fastcore.basics import patch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..cache.content import content_hash
 from ..core import CaseFault, UserError
 from ..nets.codec import WINDOW, to_unit
-from .latents import LatentStore, content_hash, latents_bytes, latents_key
+from .latents import LatentStore, latents_bytes, latents_key
 from .pairs import LoadedSlices
 from .profile import interpolate, project
 
