@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ALARM', 'EQUAL', 'feature_std', 'sample_cosine', 'mean_loss', 'centred_gram', 'effective_rank', 'weight_distance',
-           'Motion', 'feature_signals', 'Look', 'send', 'CollapseKnobs', 'CollapseWatch', 'refuse_zero']
+           'some_weights', 'Motion', 'RelativeUpdate', 'feature_signals', 'Look', 'send', 'CollapseKnobs',
+           'CollapseWatch', 'refuse_zero']
 
 # %% ../../nbs/jepa/02_collapse.ipynb #9c2b3911
 import math
@@ -71,6 +72,15 @@ def weight_distance(
     return norm(torch._foreach_sub(ours, theirs)) / norm(theirs)
 
 
+def some_weights(
+    parameters,  # tensors
+    each:int=64,  # weights of each tensor, at most
+) -> Tensor:  # (n,) float32
+    "Some weights of every tensor, always the same ones."
+    every = [p.detach().flatten() for p in parameters]
+    return torch.cat([p[::max(1, len(p) // each)][:each].float() for p in every])
+
+
 class Motion:
     "How far a network's weights have moved since the look before, by a sample of each tensor."
 
@@ -81,10 +91,7 @@ class Motion:
         self.network, self.each = network, each
         self.step, self.before, self.last = None, None, None
 
-    def sample(self) -> Tensor:
-        "Some weights of every tensor, always the same ones."
-        every = [p.detach().flatten() for p in self.network.parameters()]
-        return torch.cat([p[::max(1, len(p) // self.each)][:self.each].float() for p in every])
+    def sample(self) -> Tensor: "See `some_weights`."; return some_weights(self.network.parameters(), self.each)
 
     def __call__(self,
         step:int,  # asked again for the same one, it answers the same
@@ -93,6 +100,27 @@ class Motion:
         now = self.sample()
         if step != self.step: self.before, self.last, self.step = self.last, now, step
         return None if self.before is None else (now - self.before).abs().max()
+
+# %% ../../nbs/jepa/02_collapse.ipynb #5b1e9a70
+class RelativeUpdate:
+    "How far a step moves a network's matrices, as a share of their size, by a sample of each."
+
+    def __init__(self,
+        network:nn.Module,  # that is trained
+    ):
+        self.weights = [p for p in network.parameters() if p.ndim > 1]
+        self.at, self.before, self.value = None, None, None
+
+    def __call__(self,
+        step:int,  # before its update; asked again for the same one, nothing changes
+        due:bool,  # whether the update of this step is to be measured, in the next one
+    ) -> Tensor:  # (), ≥ 0, of the last step that was measured; None: none was
+        "Norm of the change over norm of the weights."
+        if step != self.at and (due or self.at is not None):
+            now = some_weights(self.weights)
+            if self.at == step - 1: self.value = (now - self.before).norm() / self.before.norm()
+            self.at, self.before = (step, now) if due else (None, None)
+        return self.value
 
 # %% ../../nbs/jepa/02_collapse.ipynb #98008946
 @torch.no_grad()
@@ -149,6 +177,8 @@ class CollapseKnobs(Knobs):
         "below which they lie in a few directions", **ALARM).tag(off=None, concern="collapse")
     predicted_alarm = Real(0.005, 0, 1, help="deviation of the predictions below which the predictor gives one answer",
         **ALARM).tag(off=None, concern="collapse")
+    update_alarm = Real(0.1, 0, 10, help="how far one step may move the weights, as a share of their size; above it "
+        "they keep nothing for long", **ALARM).tag(off=None, concern="collapse")
     distance_alarm = Real(0.8, 0, 2, help="distance between teacher's and student's tokens above which the teacher "
         "does not follow; after the warm-up and the time that it averages over", **ALARM
     ).tag(off=None, concern="collapse")
@@ -169,6 +199,10 @@ def _features(found, k):
     if k.predicted_alarm is not None and one < k.predicted_alarm:
         yield "predicted", (f"the predictor gives one answer everywhere: its predictions deviate by {one:.2g}, below "
             f"{k.predicted_alarm:g}; is it trained, and does it get positions and context?")
+
+    if k.update_alarm is not None and (far := found.get("relative_update", 0)) > k.update_alarm:
+        yield "update", (f"one step moves the weights by {far:.0%} of their size, above {k.update_alarm:.0%}, so they "
+            "keep nothing for long: the learning rate is far too high; is it meant for this optimizer, and in its unit?")
 
 # %% ../../nbs/jepa/02_collapse.ipynb #8f1df302
 EQUAL = 1e-6  # distance of weights, as a share of their norm, that rounding alone makes

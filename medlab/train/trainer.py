@@ -28,7 +28,7 @@ from ..guards.compilation import CompileWatch
 from ..guards.escalation import EscalationPolicy
 from ..guards.loss_scale import LossScaleWatch
 from ..guards.verification import VerifiedSteps
-from ..guards.zero_gradient import ZeroGradientWatch
+from ..guards.zero_gradient import FOREVER, ZeroGradientWatch, rest_at_zero
 from ..knobs.controls import Controls, bring_in
 from ..knobs.fixes import switches
 from ..knobs.mailbox import Change, Mailbox
@@ -403,7 +403,7 @@ def start(self:Trainer,
     shows them. Raises `UserError` where a process could not build the recipe."""
     forever = steps is None and until is None
     if process: return self._hand_over(None if forever else last_step(self.iteration, steps, until))
-    self._claim(steps, 10**12 if forever else until)
+    self._claim(steps, FOREVER if forever else until)
     levels = () if "ipykernel" in sys.modules else LEVELS
     start_worker(self.worker, lambda: self._train_here(False, levels))
     return self
@@ -450,6 +450,8 @@ def _claim(self:Trainer, steps, until):
     self.loop.between.heard.clear()
     self.progress.target = target
     self.writer.set_meta(state="running", target=target)
+    ends = rest_at_zero(self.schedule, self.step.optimizer_step, target - self.iteration, self.knobs)
+    if ends: self._report("zero_lr", ends, "warning")
 
 # %% ../../nbs/train/10_trainer.ipynb #1a41de00
 @patch

@@ -316,7 +316,11 @@ def test_a_horizon_in_the_wrong_unit(tmp_path):
     warned = [e.text for e in restarts.events("data") if e.level == "warning"]
     assert any("the learning rate restarts 2 times, first at step 21; the horizon 11 counts optimizer steps, not epochs" in t for t in warned)
     early, alarms = trained(tmp_path / "early", steps=60, horizon=20, teacher_horizon=400)
-    assert [(e.step, e.level) for e in early.events("zero_lr")] == [(40, "error")], "twenty steps with a rate of zero"
+    said_first, alarm = early.events("zero_lr")
+    assert (said_first.step, said_first.level) == (0, "warning") and "so 40 of the 60 steps to come will move nothing" in said_first.text
+    assert (alarm.step, alarm.level) == (40, "error"), "twenty steps with a rate of zero"
+    late, _ = trained(tmp_path / "late", steps=2, horizon=300)
+    assert not late.events("zero_lr")
     clean, _ = trained(tmp_path / "clean", steps=30, horizon=30)
     assert not clean.events("zero_lr") and not [e for e in clean.events("data") if "restarts 2" in e.text]
 
