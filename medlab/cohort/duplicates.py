@@ -21,7 +21,7 @@ FEW = 4  # copies that a volume may have; more that resemble it are how the coho
 COMMON, SHARE = 8, 0.25  # least number of common marks, and least share of the fewer marks
 BY_DESIGN = ({"sharp", "blur"}, {"thick", "thin"})  # parts of a case that are meant to show the same
 
-# %% ../../nbs/cohort/02_duplicates.ipynb #83a0aaa0
+# %% ../../nbs/cohort/02_duplicates.ipynb #0f6a12c7
 @dataclass(frozen=True)
 class Copies:
     "Parts of cases that are copies of one another."
@@ -40,7 +40,7 @@ class Copies:
         who = self.cases if several and (same or self.kind != "voxels") else [f"{p} of {c}" for c, p in self.where]
         who = f"{', '.join(who[:-1])} and {who[-1]}"
         says = dict(voxels="hold the same voxels", mask="have the same mask beside different images",
-            form=f"show the same image, resampled or rescaled (alike by {self.alike:.3f})",
+            form=f"look the same, resampled or rescaled (alike by {self.alike:.3f})",
             marks=f"show the same image, cropped ({self.alike:.0%} of its details are the same)")[self.kind]
         ends = ": one patient" if self.joins else "; is it in the wrong place?"
         return f"{who} {says}{ends if several else '; is one of them in the wrong place?'}"

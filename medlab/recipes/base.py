@@ -644,8 +644,8 @@ def _divided_info(self:Recipe, cohort, given, shares):
     whose, sides = cohort.patients.of, {s: getattr(self.split, s) for s in SIDES}
     found = leaks(sides, cohort.named, cohort.copies)
     if given: refuse_leaks(found, self.allow_leak)
-    how = dict(seed=self.seed, given=given, rule=self.patient_rule, by=str(self.stratify_by), folds=self.cv_folds,
-        fold=self.cv_fold, **shares)
+    how = dict(seed=self.seed, note=self.split.note, rule=self.patient_rule, by=str(self.stratify_by),
+        folds=self.cv_folds, fold=self.cv_fold, **shares)
     proof = prove(sides, cohort.patients, cohort.prints, cohort.copies, found, **how)
     return dict(split=dataclasses.asdict(self.split), patients=len({*map(whose.__getitem__, self.split.names)}),
         identity=str(cohort.patients), copies=[str(c) for c in cohort.copies], leaks=found, proof=proof)
