@@ -118,7 +118,8 @@ _NUMBERS = {*"""SliceThickness SpacingBetweenSlices RescaleSlope RescaleIntercep
     DiffusionBValue""".split()}
 _LISTS = {"ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"}
 _META = "TransferSyntaxUID", "MediaStorageSOPClassUID"
-_WORDS = {*_META, *"SOPClassUID SOPInstanceUID SeriesInstanceUID PhotometricInterpretation Modality SeriesDescription".split()}
+_WORDS = {*_META, *"""SOPClassUID SOPInstanceUID SeriesInstanceUID PhotometricInterpretation Modality
+    SeriesDescription""".split()}
 
 
 def _fits(name, value):
@@ -137,18 +138,19 @@ _MANY = {"PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence", "
 
 def _converted(path, data, tags):
     "Let every tag that is there become its value, in sequences too; raises `UserError` that names one that cannot."
-    for tag in [t for t in data.keys() if t in tags]:
-        raw, name = data.get_item(tag), pydicom.datadict.keyword_for_tag(tag)
-        try: value = data[tag].value
-        except Exception as e:  # pydicom raises whatever a damaged value leads it to
-            held = raw.value if isinstance(raw, RawDataElement) else e
-            raise UserError(_ODD_TAG.format(path, name, printable(repr(held), 80))) from e
-        if isinstance(value, pydicom.Sequence) and pydicom.datadict.dictionary_VR(tag) == "SQ":
-            for item in value: _converted(path, item, tags)
-        elif not _fits(name, value): raise UserError(_ODD_TAG.format(path, name, printable(repr(value), 80)))
+    name, held = "", None
+    odd = lambda: f"its tag {name} holds {printable(repr(held), 80)}, which is no value of it"
+    with reading(path, odd, _MEND):
+        for tag in [t for t in data.keys() if t in tags]:
+            raw, name = data.get_item(tag), pydicom.datadict.keyword_for_tag(tag)
+            held = raw.value if isinstance(raw, RawDataElement) else None
+            held = value = data[tag].value
+            if isinstance(value, pydicom.Sequence) and pydicom.datadict.dictionary_VR(tag) == "SQ":
+                for item in value: _converted(path, item, tags)
+            elif not _fits(name, value): raise UserError(f"{path}: {odd()}; {_MEND}")
 
 
-_ODD_TAG = "{}: its tag {} holds {}, which is no value of it; repair the tag, or copy the file again from its source"
+_MEND = "repair the tag, or copy the file again from its source"
 _NESTED = """PlanePositionSequence PlaneOrientationSequence PixelMeasuresSequence PixelValueTransformationSequence
     FrameContentSequence MREchoSequence MRDiffusionSequence EffectiveEchoTime StackID InStackPositionNumber
     TemporalPositionIndex FrameAnatomySequence FrameLaterality""".split()
@@ -159,7 +161,7 @@ def _tags_of(names): return frozenset(map(pydicom.tag.Tag, names))
 
 
 class _Unvalidated:
-    "Within it pydicom does not warn of odd values, with the bytes of a file in its words; also where threads read at once."
+    "Within it pydicom does not warn of odd values with the bytes of a file; also where threads read at once."
     lock, inside, mode = threading.Lock(), 0, None
 
     def __enter__(self):
@@ -579,11 +581,12 @@ def _at_pixels(file, header):
 def _refuse_length(path, header, length):
     "Raise where plain pixels are in pieces, or too few."
     if length == _IN_PIECES:
-        raise UserError(f"{path}: its pixels are stored in pieces, as packed ones are, and its transfer syntax says that they are not "
-            "packed; copy it again from its source")
+        raise UserError(f"{path}: its pixels are stored in pieces, as packed ones are, and its transfer syntax says "
+            "that they are not packed; copy it again from its source")
     if length >= (need := _pixel_bytes(header)): return
-    raise UserError(f"{path}: is truncated: {header.get('NumberOfFrames') or 1} × {header.Rows} × {header.Columns} pixels take {need:,} "
-        f"bytes, and it holds {length:,}; copy it again from its source")
+    size = f"{header.get('NumberOfFrames') or 1} × {header.Rows} × {header.Columns}"
+    raise UserError(f"{path}: is truncated: {size} pixels take {need:,} bytes, and it holds {length:,}; copy it again "
+        "from its source")
 
 
 def _plain(path, header, indices):
@@ -645,8 +648,8 @@ def _packed(path, header, indices):
     options = _options(header, 1) | dict(syntax=str(header.file_meta.TransferSyntaxUID), pixel_keyword="PixelData")
     with reading(path, _WHAT), dicom_source(path) as file:
         if _at_pixels(file, header)[2] != _IN_PIECES:
-            raise UserError(f"{path}: its pixels are stored in one piece, and its transfer syntax says that they are packed; copy it "
-                "again from its source")
+            raise UserError(f"{path}: its pixels are stored in one piece, and its transfer syntax says that they are "
+                "packed; copy it again from its source")
         bytes_of = _encoded(path, header, file)
         for i in indices:
             raw = bytes_of(i)
@@ -664,8 +667,9 @@ def _pixels(slices):
     packed = [path for path, h in headers.items() if h.file_meta.TransferSyntaxUID.is_encapsulated]
     order = [k for path in packed for k in files[path]]
     for k, (stored,) in zip(order, decoded(job for path in packed for job in asked(_packed, path)), strict=True):
-        if stored.shape != slices[k].size: raise UserError(f"{slices[k].path}: {_WHAT}: they are {stored.shape}, and its header says "
-            f"{slices[k].size}; copy it again from its source")
+        if stored.shape != slices[k].size:
+            raise UserError(f"{slices[k].path}: {_WHAT}: they are {stored.shape}, its header says {slices[k].size}; "
+                "copy it again from its source")
         yield k, stored
     for path in files.keys() - {*packed}: yield from zip(files[path], asked(_plain, path), strict=True)
 
@@ -688,7 +692,7 @@ def _padding_note(count, size, values):
 
 # %% ../../nbs/data/01_dicom.ipynb #e5f039a7
 def _room(slices, canonical):
-    "(z, y, x) float32 in the order of the files; it lies in memory as it will lie when it is turned, which then copies nothing."
+    "(z, y, x) float32 in the order of the files; it lies in memory as it will when it is turned."
     first, shape = slices[0], (len(slices), *slices[0].size)
     return _laid(shape[::-1], _affine(slices, first.normal)).T if canonical else np.empty(shape, np.float32)
 

@@ -139,8 +139,8 @@ def read_images(
     paths = [Path(p) for p in paths]
     for p in paths:
         if not p.name.lower().endswith(RASTER + TIFF):
-            raise UserError(f"{p}: images end in {', '.join(RASTER + TIFF)}, volumes in {' or '.join(NIFTI)}, or are DICOM "
-                "(a file with the letters DICM behind 128 bytes, or a folder of these)")
+            raise UserError(f"{p}: images end in {', '.join(RASTER + TIFF)}, volumes in {' or '.join(NIFTI)}, or are "
+                "DICOM (a file with the letters DICM behind 128 bytes, or a folder of these)")
     packed = decoded(_job(p) for p in paths if not is_tiff(p))
     for p in paths:
         pixels, = tiff_pages(p, io.BytesIO(read_whole(p)), one=True) if is_tiff(p) else next(packed)

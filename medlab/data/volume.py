@@ -123,7 +123,8 @@ def _rest(path, source, head, need):
     made.write(head)
     for piece in source.pieces(need - len(head)): made.write(piece)
     if made.tell() < need:
-        raise UserError(f"{path}: is truncated: it holds {made.tell():,} of {need:,} bytes; copy it again from its source")
+        raise UserError(f"{path}: is truncated: it holds {made.tell():,} of {need:,} bytes; copy it again from its "
+            "source")
     source.end(limits().header)
     made.seek(0)
     return made
@@ -266,7 +267,7 @@ def _notes(header, sizes):
 def _refuse_nonfinite(path, data):
     "Raise for NaN and Inf; the array is in the file's order (x, y, z)."
     with np.errstate(all="ignore"): total = data.sum(dtype=np.float32) if data.dtype == np.float32 else np.nan
-    if np.isfinite(total) or np.isfinite(data).all(): return  # a sum that is finite has only finite terms, and is found sooner
+    if np.isfinite(total) or np.isfinite(data).all(): return  # a finite sum has finite terms, and is sooner there
     nan, inf = int(np.isnan(data).sum()), int(np.isinf(data).sum())
     first = tuple(int(i) for i in np.argwhere(~np.isfinite(data))[0])
     raise UserError(f"{path}: holds {nan:,} NaN and {inf:,} Inf among {data.size:,} voxels, the first at voxel "
@@ -274,7 +275,7 @@ def _refuse_nonfinite(path, data):
 
 # %% ../../nbs/data/00_volume.ipynb #d2ed71ea
 def _laid(shape, affine):
-    "(x, y, z) float32 in a file's order; it lies in memory as it will lie when it is turned to RAS+, which then copies nothing."
+    "(x, y, z) float32 in a file's order; it lies in memory as it will when it is turned to RAS+, which copies nothing."
     axis, flip = nib.io_orientation(affine).T.astype(int)
     held = np.empty(np.array(shape)[np.argsort(axis)][::-1], np.float32).T.transpose(axis)
     return held[tuple(slice(None, None, f) for f in flip)]
@@ -284,8 +285,8 @@ def _values(image, raw, shape, canonical):
     "(x, y, z) float32 in a file's order, scaled as its header says."
     of = image.dataobj
     plain = of.slope == 1 and of.inter == 0 and of.dtype.kind in "iuf"
-    stored = np.frombuffer(raw.getbuffer(), of.dtype, math.prod(shape), of.offset).reshape(shape, order="F") if plain else \
-        image.get_fdata(dtype=np.float32, caching="unchanged").reshape(shape)
+    if plain: stored = np.frombuffer(raw.getbuffer(), of.dtype, math.prod(shape), of.offset).reshape(shape, order="F")
+    else: stored = image.get_fdata(dtype=np.float32, caching="unchanged").reshape(shape)
     data = _laid(shape, image.affine if canonical else np.eye(4))
     data[...] = stored
     return data

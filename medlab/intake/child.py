@@ -54,7 +54,8 @@ class Job:
 def _asked(jobs):
     "Jobs as bytes for the child."
     of = lambda j: dict(decoder=j.decoder, size=len(j.raw), seconds=j.seconds, options=j.options)
-    text = json.dumps(dict(jobs=[of(j) for j in jobs], room=max(j.room for j in jobs) + sum(len(j.raw) for j in jobs))).encode()
+    room = max(j.room for j in jobs) + sum(len(j.raw) for j in jobs)
+    text = json.dumps(dict(jobs=[of(j) for j in jobs], room=room)).encode()
     return b"".join([len(text).to_bytes(4, "little"), text, *(j.raw for j in jobs)])
 
 # %% ../../nbs/intake/04_child.ipynb #75d48a84
@@ -69,10 +70,12 @@ class _Child:
 
     def __init__(self):
         env = os.environ | dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-        try: self.process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", _PROGRAM.format(sys.path)], bufsize=0, env=env,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
-        except OSError as e: raise UserError(f"no process can be started to decode packed pixels ({e.strerror}); end some, or let "
-            f"{VARIABLE}=child=0 decode them in this one, if the files can be trusted") from e
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0)
+        command = [sys.executable, "-W", "ignore", "-c", _PROGRAM.format(sys.path)]
+        try: self.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+        except OSError as e:
+            raise UserError(f"no process can be started to decode packed pixels ({e.strerror}); end some, or let "
+                f"{VARIABLE}=child=0 decode them in this one, if the files can be trusted") from e
         self.into, self.out = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self.into, False)
         for pipe in (self.into, self.out):
@@ -128,8 +131,9 @@ def _watched(child, job):
         if isinstance(e, UserError): raise
         how = str(e) if isinstance(e, _Ended) else _how(child.stop())
         child.stop()
-        raise UserError(f"{job.path}: {job.what}: its decoder {how}; the file is damaged, or made to harm: copy it again from its "
-            f"source, or leave it out (a sound one that is slow: {VARIABLE}=seconds={4 * limits().seconds})") from e
+        more = f"{VARIABLE}=seconds={4 * limits().seconds}"
+        raise UserError(f"{job.path}: {job.what}: its decoder {how}; the file is damaged, or made to harm: copy it "
+            f"again from its source, or leave it out (if it is sound and slow: {more})") from e
 
 
 def _empty(job, facts):
@@ -145,8 +149,8 @@ def _failed(job, facts):
     "The error for what a decoder raised."
     if facts["refused"]: return UserError(f"{job.path}: {facts['text']}")
     if facts["kind"] == "MemoryError":
-        return UserError(f"{job.path}: {job.what}: its decoder asked for more than {job.room:,} bytes of memory; copy it again from its "
-            f"source (if it is sound: {VARIABLE}=memory={4 * limits().memory})")
+        return UserError(f"{job.path}: {job.what}: its decoder asked for more than {job.room:,} bytes of memory; copy "
+            f"it again from its source (if it is sound: {VARIABLE}=memory={4 * limits().memory})")
     said = next(iter(facts["text"].strip().splitlines()), "")[:200]
     return UserError(f"{job.path}: {job.what} ({facts['kind']}{': ' * bool(said)}{said}); {job.remedy}")
 
@@ -183,7 +187,8 @@ def _taken():
 def _back(child):
     "Keep a child for the next file, or end it where it is in the middle of one, or there are enough."
     with _lock:
-        if keep := not child.open and child.process.returncode is None and len(_idle) < (os.cpu_count() or 1): _idle.append(child)
+        keep = not child.open and child.process.returncode is None and len(_idle) < (os.cpu_count() or 1)
+        if keep: _idle.append(child)
     if not keep: child.stop()
 
 

@@ -15,7 +15,7 @@ import warnings
 import numpy as np
 
 # %% ../../nbs/intake/02_decoders.ipynb #aec3ea5e
-class Undecodable(ValueError): "A file that cannot be taken as it is; the message says why and what to do, without its name."
+class Undecodable(ValueError): "A file cannot be taken as it is; the message says why and what to do, without its name."
 
 # %% ../../nbs/intake/02_decoders.ipynb #783aa499
 def dicom_frame(
@@ -43,7 +43,8 @@ def _open(raw):
 def _refuse_mode(raw, image):
     "Raise for what Pillow would not give whole."
     if raw[:8] == b"\x89PNG\r\n\x1a\n" and raw[24:25] == b"\x10" and raw[25:26] not in b"\x00":
-        raise Undecodable("is a PNG of 16-bit colours, which Pillow would cut to 8 bits; save it as 16-bit grey, or as TIFF")
+        raise Undecodable("is a PNG of 16-bit colours, which Pillow would cut to 8 bits; save it as 16-bit grey, or as "
+            "TIFF")
     frames = getattr(image, "n_frames", 1)
     if frames > 1: raise Undecodable(f"holds {frames} frames; one file holds one image")
     if image.mode not in _MODES: raise Undecodable(f"has the colour mode {image.mode}; save it as grey or RGB")

@@ -143,17 +143,18 @@ def why(
 @contextlib.contextmanager
 def reading(
     path,  # for the message
-    what:str="cannot be read",  # verb: what is wrong
+    what="cannot be read",  # verb: what is wrong; or a function that tells it when it is needed
     remedy:str="copy it again from its source",
 ):
     "Within it every error of a library becomes a `UserError` that names the file; those of medlab pass."
+    said = lambda: what() if callable(what) else what
     try: yield
     except (UserError, RuntimeError) as e:
         if isinstance(e, UserError) or type(e).__name__ == "OutOfMemoryError": raise  # that of a device is for retries
-        raise UserError(f"{path}: {what} ({why(e)}); {remedy}") from e
+        raise UserError(f"{path}: {said()} ({why(e)}); {remedy}") from e
     except MemoryError as e:
-        raise UserError(f"{path}: {what}: there is not enough memory for it; free some, or leave it out") from e
-    except Exception as e: raise UserError(f"{path}: {what} ({why(e)}); {remedy}") from e
+        raise UserError(f"{path}: {said()}: there is not enough memory for it; free some, or leave it out") from e
+    except Exception as e: raise UserError(f"{path}: {said()} ({why(e)}); {remedy}") from e
 
 
 def read_whole(
@@ -191,8 +192,8 @@ class Inflated:
         "Whether another stream begins behind the one that ended."
         raw, left = self.made.unused_data.lstrip(b"\0"), limits().header
         while not raw:
-            if left < 0: raise UserError(f"{self.path}: is followed by more than {limits().header:,} bytes of zeros; copy "
-                "it again from its source")
+            if left < 0: raise UserError(f"{self.path}: is followed by more than {limits().header:,} bytes of zeros; "
+                "copy it again from its source")
             if not (raw := self.file.read(_BLOCK)): return False
             left -= len(raw)
             raw = raw.lstrip(b"\0")

@@ -264,8 +264,8 @@ def vendor_volumes(
         try: found = getattr(library, reader)(path).read_oct_volume()
         except (ValueError, AttributeError) as e:
             if "fromstring" not in str(e): raise
-            raise UserError(f"{path}: OCT-Converter cannot read it ({e}); it needs NumPy below 2.3, as the extra has it: "
-                "pip install 'medlab[oct]'") from e
+            raise UserError(f"{path}: OCT-Converter cannot read it ({e}); it needs NumPy below 2.3, as the extra has "
+                "it: pip install 'medlab[oct]'") from e
     found = found if isinstance(found, list) else [found]
     if not any(v is not None and len(v.volume) for v in found): raise UserError(f"{path}: holds no OCT volume")
     return [v for v in found if v is not None and len(v.volume)]
