@@ -493,7 +493,7 @@ def _stack_notes(step, uneven, gap, thick):
     tilt = float(np.degrees(np.arccos(min(1, gap / np.linalg.norm(step)))))
     if tilt > 0.1:
         yield (f"the stack is sheared by {tilt:.1f}° (gantry tilt); the affine keeps it, {gap:.4g} mm between slices "
-               "along their normal")
+               "along their normal; upright=True (--dicom upright) resamples it")
 
 
 def _stack(path, slices, regular=None):

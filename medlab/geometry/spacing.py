@@ -50,7 +50,7 @@ def _missing(row, odd):
         if n < 2 ** 16 and abs(gap / row.usual - n) < 0.25: found += [along[i] + gap * k / n for k in range(1, n)]
     return found
 
-# %% ../../nbs/geometry/02_spacing.ipynb #da2b7bfb
+# %% ../../nbs/geometry/02_spacing.ipynb #04145eae
 def uneven_error(row:Row) -> UserError:
     "The error for slices that are not evenly spaced, with the gaps that are to blame."
     along, gaps = row.along, np.diff(row.along)
@@ -60,9 +60,9 @@ def uneven_error(row:Row) -> UserError:
     text = "; ".join(f"{gaps[i]:.4g} mm between {end(i)} and {end(i + 1)}" for i in odd[:5])
     if len(odd) > 5: text += f"; and {len(odd) - 5} more"
     missing = _missing(row, odd)
-    remedy = f"copy the missing slices at {positions(missing)}, or" if missing else "it can be"
+    remedy = f"copy the missing slices at {positions(missing)}, or have them" if missing else "it can be"
     return UserError(f"{row.path}: its slices are not evenly spaced: {row.usual:.4g} mm apart along the normal, but "
-                     f"{text}; {remedy} {'have them' * bool(missing)}{' ' * bool(missing)}interpolated: regular=True")
+                     f"{text}; {remedy} interpolated: regular=True (--dicom regular)")
 
 # %% ../../nbs/geometry/02_spacing.ipynb #e437fde8
 EVEN = 0.1  # of the distance between slices: how far one may lie from its even place

@@ -81,7 +81,7 @@ def _why(stacks):
     if not (odd := cut_difference(other, first)): return "its frames are of several stacks by their StackID"
     return f"its slices are not cut alike: the {odd[0]} of {other} is {odd[1]}, of {first} {odd[2]}"
 
-# %% ../../nbs/geometry/01_stacks.ipynb #32492624
+# %% ../../nbs/geometry/01_stacks.ipynb #7d63ec77
 def one_stack(
     path,  # for messages
     slices,  # see `stacks_of`
@@ -93,7 +93,9 @@ def one_stack(
     if asked in stacks: return stacks[asked]
     if len(stacks) == 1 and asked in (None, "1", str(slices[0].stack)): return slices
     why = _why(stacks) if asked is None else f"has no stack {printable(asked, 32)!r}"
-    such = f"choose one by its name, such as stack={[*stacks][0]!r}" if len(stacks) > 1 else "leave stack out"
+    first = [*stacks][0]
+    choose = f"choose one by its name, such as stack={first!r} (--dicom stack={first})"
+    such = choose if len(stacks) > 1 else "leave stack out"
     lines = [_line(name, g) for name, g in [*stacks.items()][:20]]
     more = [f"  and {len(stacks) - 20} more"] * (len(stacks) > 20)
     n = f"{len(stacks)} stack{'s' * (len(stacks) > 1)}"

@@ -146,7 +146,7 @@ def _refuse_stack(part, volume):
     tilt = float(np.degrees(np.arcsin(min(1, np.abs(unit @ unit.T - np.eye(3)).max()))))
     if tilt > 0.5:
         raise UserError(f"{part}: its stack is sheared by {tilt:.1f}° (gantry tilt), so that slices are not above one "
-                        "another; convert it with dcm2niix, which sets it upright")
+                        "another; read a DICOM series upright (--dicom upright), or convert it with dcm2niix")
 
 
 def _refuse_turned(thick, thin):

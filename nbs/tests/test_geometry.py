@@ -69,7 +69,7 @@ def stacks(draw, slices=(2, 6), tilted=True):
                 names=draw(st.permutations(range(n))), order=draw(st.permutations(range(n))), numbers=numbers)
 
 
-def number(values): return [format_number_as_ds(float(v)) for v in values]
+def number(values): return [format_number_as_ds(float(v) if abs(v) > 1e-30 else 0.0) for v in values]
 
 
 def head(kind, frames=0, **tags):
