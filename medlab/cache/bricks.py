@@ -136,22 +136,24 @@ class Plan:
         self.start = _FIXED + len(self.head) + 4 * self.count
         self.size = self.start + self.bytes  # bytes of the file
 
-    def write(self,
-        fd:int,  # of a file open for writing
-    ):
-        "Write the arrays, then the head; raises `OSError`."
-        sums = []
-        with open(fd, "wb", closefd=False) as f:
-            f.seek(self.start)
-            for array, _ in self.arrays.values():
-                for raw in _bricks(array):
-                    sums.append(zlib.crc32(raw))
-                    f.write(raw)
-        rest = self.head + np.array(sums, "<u4").tobytes()
-        numbers = np.array([len(self.head), self.count, zlib.crc32(rest)], "<u4")
-        os.pwrite(fd, MARK + numbers.tobytes() + rest, 0)
+# %% ../../nbs/cache/01_bricks.ipynb #407607ec
+@patch
+def write(self:Plan,
+    fd:int,  # of a file open for writing
+):
+    "Write the arrays, then the head; raises `OSError`."
+    sums = []
+    with open(fd, "wb", closefd=False) as f:
+        f.seek(self.start)
+        for array, _ in self.arrays.values():
+            for raw in _bricks(array):
+                sums.append(zlib.crc32(raw))
+                f.write(raw)
+    rest = self.head + np.array(sums, "<u4").tobytes()
+    numbers = np.array([len(self.head), self.count, zlib.crc32(rest)], "<u4")
+    os.pwrite(fd, MARK + numbers.tobytes() + rest, 0)
 
-# %% ../../nbs/cache/01_bricks.ipynb #34bafa9e
+# %% ../../nbs/cache/01_bricks.ipynb #750da90f
 @dataclass
 class BrickFile:
     "A file of arrays, of which the head was read."
@@ -164,7 +166,7 @@ class BrickFile:
     size:int  # bytes of the file
     marked:float  # when its use was noted, on the clock that is never set, s
 
-
+# %% ../../nbs/cache/01_bricks.ipynb #7f342d0a
 def _pread(file, n, at):
     "So many bytes of an open file; raises `Damaged` where there are fewer."
     raw = os.pread(file.fileno(), n, at)
@@ -190,7 +192,7 @@ def _read_head(path, file):
     if size != start + sum(map(_bytes, arrays.values())): raise Damaged(f"{size:,} bytes are too few or too many")
     return found
 
-
+# %% ../../nbs/cache/01_bricks.ipynb #c91b3894
 def open_bricks(
     path,  # a file of `Plan`
     key:str,  # under which it was written
@@ -202,7 +204,7 @@ def open_bricks(
     if found.key != key: raise Damaged("it is the file of another key")
     return found
 
-# %% ../../nbs/cache/01_bricks.ipynb #c9ea729b
+# %% ../../nbs/cache/01_bricks.ipynb #c5e04ab0
 def _touched(shape, box):
     "Ranges of bricks along each axis that a box touches."
     return [range(a // s, -(-b // s)) for (a, b), s in zip(box, _brick_shape(shape))]
@@ -223,7 +225,7 @@ def _row(file, found, said, at, run):
         done += n
     return out
 
-# %% ../../nbs/cache/01_bricks.ipynb #e95902f3
+# %% ../../nbs/cache/01_bricks.ipynb #539d3a40
 def _fill(file, found, said, box):
     "A box of a stored array; raises `Damaged`."
     out = np.empty([b - a for a, b in box], said["dtype"])
@@ -235,7 +237,7 @@ def _fill(file, found, said, box):
             out[here] = brick[tuple(slice(p - c, q - c) for (p, q), (c, _) in zip(both, bounds))]
     return out
 
-
+# %% ../../nbs/cache/01_bricks.ipynb #a6b128b0
 MARKED = 600  # s, within which a use is noted once in a file's time
 
 
@@ -263,7 +265,7 @@ def read(self:BrickFile,
     except (OSError, UserError) as e: raise Damaged(str(e)) from e
     return got.view(bool) if said["how"] == "bool" else got
 
-
+# %% ../../nbs/cache/01_bricks.ipynb #1eb51118
 @patch
 def table(self:BrickFile, name, file):
     "The table of an array, which is read once."
@@ -279,7 +281,7 @@ def nbytes(self:BrickFile) -> int:
     "Bytes that its head and tables take in memory."
     return self.start + sum(_bytes(v) for k, v in self.arrays.items() if k.endswith("|table"))
 
-# %% ../../nbs/cache/01_bricks.ipynb #ec7f24a9
+# %% ../../nbs/cache/01_bricks.ipynb #2c3f7c05
 class Stored:
     "An array in a file that gives patches as tensors."
 
@@ -302,19 +304,21 @@ class Stored:
         except Damaged: got = self.again(self.name)[tuple(slice(a, b) for a, b in box)]
         return torch.from_numpy(np.ascontiguousarray(got))
 
-    @property
-    def dtype(self) -> torch.dtype: "Of the tensors."; return self.new_full([0], 0).dtype
-
-    @property
-    def nbytes(self) -> int: "Bytes in memory."; return self.file.nbytes
-
-
+# %% ../../nbs/cache/01_bricks.ipynb #a5dcfd43
 @patch
 def new_full(self:Stored, size, value):
     "As of a tensor of this kind."
     said = self.file.arrays[self.name]
     kind = dict(table=np.float32, bool=bool).get(said["how"], said["dtype"])
     return torch.full(tuple(size), value, dtype=torch.from_numpy(np.empty(0, kind)).dtype)
+
+
+@patch(as_prop=True)
+def dtype(self:Stored) -> torch.dtype: "Of the tensors."; return self.new_full([0], 0).dtype
+
+
+@patch(as_prop=True)
+def nbytes(self:Stored) -> int: "Bytes in memory."; return self.file.nbytes
 
 
 @patch

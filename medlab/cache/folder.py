@@ -51,7 +51,8 @@ class CacheFolder:
         keep:float=HOUR,  # s since it was used, within which a volume stays
         patience:float=PATIENCE,  # s, see above
     ):
-        self.folder, self.given, self.keep, self.patience = Path(folder), limit, keep, patience
+        self.folder, self.given = Path(folder), limit
+        self.keep, self.patience = keep, patience
         self.counts, self.trouble = Counter(), ""  # what was done in this process; why nothing can be kept
 
     def __reduce__(self): return CacheFolder, (self.folder, self.given, self.keep, self.patience)
@@ -111,14 +112,14 @@ def entries(self:CacheFolder) -> list:  # the least recently used first
                 found.append(Entry(Path(f.path), s.st_size, s.st_mtime))
     return sorted(found, key=lambda e: e.used)
 
-
+# %% ../../nbs/cache/03_folder.ipynb #121e0aa1
 @patch(as_prop=True)
 def limit(self:CacheFolder) -> int:
     "Bytes that all files together may take; raises `OSError`."
     if self.given: return self.given
     return int(SHARE * (shutil.disk_usage(self.folder).free + sum(e.size for e in self.entries())))
 
-
+# %% ../../nbs/cache/03_folder.ipynb #f406e8fb
 @patch
 def find(self:CacheFolder,
     key:str,  # hexadecimal digits
@@ -138,7 +139,7 @@ def remove(self:CacheFolder, key):
     self.counts["damaged"] += 1
     with contextlib.suppress(OSError): self.path(key).unlink(missing_ok=True)
 
-# %% ../../nbs/cache/03_folder.ipynb #fc71b7ac
+# %% ../../nbs/cache/03_folder.ipynb #e6120ea9
 @contextlib.contextmanager
 def _locked(folder, name, patience):
     "Within it a lock of the folder is held, which dies with this process; raises `TimeoutError` and `OSError`."
@@ -152,7 +153,7 @@ def _locked(folder, name, patience):
     try: yield
     finally: lock.release()
 
-
+# %% ../../nbs/cache/03_folder.ipynb #1addd750
 @patch
 def lock_of(self:CacheFolder,
     key:str,
@@ -171,7 +172,7 @@ def _left(self:CacheFolder, part, mine):
         with self.lock_of(key, 0): return True
     except (OSError, TimeoutError): return False
 
-# %% ../../nbs/cache/03_folder.ipynb #817438f6
+# %% ../../nbs/cache/03_folder.ipynb #c473b4dd
 @patch
 def make_room(self:CacheFolder,
     need:int,  # bytes that will be written
@@ -192,7 +193,7 @@ def make_room(self:CacheFolder,
     self.counts["evicted"] += len(old)
     return True
 
-
+# %% ../../nbs/cache/03_folder.ipynb #8f146895
 @patch
 def _reserve(self:CacheFolder, plan, key):
     "An open part of the size of a plan, and its path; None where there is no room for it."
@@ -208,7 +209,7 @@ def _reserve(self:CacheFolder, plan, key):
             raise
     return fd, part
 
-
+# %% ../../nbs/cache/03_folder.ipynb #b332eea3
 @patch
 def put(self:CacheFolder,
     key:str,  # whose lock is held
@@ -230,7 +231,7 @@ def put(self:CacheFolder,
     self.counts["written"] += 1
     return open_bricks(self.path(key), key)
 
-# %% ../../nbs/cache/03_folder.ipynb #08aba32a
+# %% ../../nbs/cache/03_folder.ipynb #e046b352
 _MOST = 4  # remembered contents for each volume, and a thousand more, above which the older half is forgotten
 
 
@@ -245,7 +246,7 @@ def _path_of(cache, stats):
     name = digest_of(stats)
     return cache.folder / "names" / name[:2] / name
 
-
+# %% ../../nbs/cache/03_folder.ipynb #37563604
 @patch
 def remembered(self:CacheFolder,
     stats,  # of `content.stat_of`
@@ -266,7 +267,7 @@ def remember(self:CacheFolder, stats, content):
     part.write_text(f"{content} {digest_of(content)[:8]}", "ascii")
     os.replace(part, path)
 
-
+# %% ../../nbs/cache/03_folder.ipynb #afd8ee3b
 @patch
 def names(self:CacheFolder) -> list:
     "Files of what is remembered."
@@ -281,7 +282,7 @@ def forget(self:CacheFolder):
     when = {p: p.stat().st_mtime for p in names if p.exists()}
     for p in sorted(when, key=when.get)[:len(when) // 2]: p.unlink(missing_ok=True)
 
-
+# %% ../../nbs/cache/03_folder.ipynb #e5b304a6
 @patch
 def clear(self:CacheFolder) -> tuple:  # (volumes that were removed, bytes)
     "Remove all volumes, also those in use, which are made again; and what is remembered. Raises `OSError`."
@@ -290,7 +291,7 @@ def clear(self:CacheFolder) -> tuple:  # (volumes that were removed, bytes)
     for p in self.names(): p.unlink(missing_ok=True)
     return sum(not e.part for e in there), sum(e.size for e in there)
 
-# %% ../../nbs/cache/03_folder.ipynb #fe541b7f
+# %% ../../nbs/cache/03_folder.ipynb #a069b49c
 _SHOWN = 20  # files that are listed, the latest
 _TIMES = (("day", 86400), ("hour", 3600), ("minute", 60))
 
@@ -309,7 +310,7 @@ def _what(entry):
     sizes = (f"{k} {'×'.join(map(str, v['shape']))}" for k, v in found.arrays.items() if len(v["shape"]) > 2)
     return f"{found.facts['of']['class']}: {', '.join(sizes)}"
 
-
+# %% ../../nbs/cache/03_folder.ipynb #bea4d844
 @patch
 def overview(self:CacheFolder) -> str:
     "How much there is, how much there may be, and when it was last used; raises `OSError`."

@@ -35,7 +35,7 @@ def _files(case):
     known = type(case).__module__.startswith("medlab.")
     return list(getattr(case, "paths", None) or getattr(case, "files", {}).values()) if known else []
 
-
+# %% ../../nbs/cache/04_kept.ipynb #706f11ed
 def key_of(
     content:str,  # hash of what the case's files hold
     case,
@@ -47,7 +47,7 @@ def key_of(
     names = list(map(str, case.files)) if form.named else []
     return digest_of(code_hash(), content, names, form.classes[0].__name__, about, settings)
 
-
+# %% ../../nbs/cache/04_kept.ipynb #90c51d75
 def content_of(
     cache:CacheFolder,
     files,  # of a case
@@ -60,19 +60,19 @@ def content_of(
         with contextlib.suppress(OSError): cache.remember(stats, content)
     return content, stats
 
-# %% ../../nbs/cache/04_kept.ipynb #a41b521f
+# %% ../../nbs/cache/04_kept.ipynb #f57170d7
 def _with(value, field, new):
     "A dataclass with another value in a field, or in a field of a field: \"like.name\"."
     first, _, rest = field.partition(".")
     return replace(value, **{first: _with(getattr(value, first), rest, new) if rest else new})
 
-
+# %% ../../nbs/cache/04_kept.ipynb #93121520
 class _Asked:
     "A case that is asked for."
 
     def __init__(self, cache, case, make, form, settings):
-        self.cache, self.case, self.make, self.form, self.settings = cache, case, make, form, settings
-        self.stats = None
+        self.cache, self.case, self.make = cache, case, make
+        self.form, self.settings, self.stats = form, settings, None
 
     def key(self):
         "Its name; None where its files cannot be read, which the reader says better."
@@ -80,23 +80,27 @@ class _Asked:
         except (OSError, UserError): return None
         return key_of(content, self.case, self.form, self.settings)
 
-    def opened(self, found, room):
-        "A case in a file, whole where it fits into the room; raises `Damaged`."
-        cut = set(self.form.cut) if found.facts["nbytes"] > room else set()
-        lazy = lambda name: Stored(found, name, self.again) if name in cut else found.read(name)
-        value = put_together(found.facts["of"], lazy, self.form.classes)
-        for field, attribute in self.form.said: value = _with(value, field, getattr(self.case, attribute))
-        return value
+# %% ../../nbs/cache/04_kept.ipynb #96498f8a
+@patch
+def opened(self:_Asked, found, room):
+    "A case in a file, whole where it fits into the room; raises `Damaged`."
+    cut = set(self.form.cut) if found.facts["nbytes"] > room else set()
+    lazy = lambda name: Stored(found, name, self.again) if name in cut else found.read(name)
+    value = put_together(found.facts["of"], lazy, self.form.classes)
+    for field, attribute in self.form.said: value = _with(value, field, getattr(self.case, attribute))
+    return value
 
-    def there(self, key, room):
-        "The case of a key; None where it is not there, or damaged."
-        if not (found := self.cache.find(key)): return None
-        try: value = self.opened(found, room)
-        except Damaged: return self.cache.remove(key)
-        self.cache.counts["found"] += 1
-        return value
 
-# %% ../../nbs/cache/04_kept.ipynb #e16daba7
+@patch
+def there(self:_Asked, key, room):
+    "The case of a key; None where it is not there, or damaged."
+    if not (found := self.cache.find(key)): return None
+    try: value = self.opened(found, room)
+    except Damaged: return self.cache.remove(key)
+    self.cache.counts["found"] += 1
+    return value
+
+# %% ../../nbs/cache/04_kept.ipynb #c8a5607e
 @patch
 def keep(self:_Asked, key, made, room):
     "A case that was made, from its file where it does not fit into the room; raises `OSError`."
@@ -107,7 +111,7 @@ def keep(self:_Asked, key, made, room):
     found = self.cache.put(key, arrays, dict(of=facts, nbytes=sum(x.nbytes for x in arrays.values())))
     return made if found is None or found.facts["nbytes"] <= room else self.opened(found, room)
 
-
+# %% ../../nbs/cache/04_kept.ipynb #2c953225
 @patch
 def again(self:_Asked, name):
     "An array of a case whose file is gone or damaged, made anew, and kept."
@@ -115,7 +119,7 @@ def again(self:_Asked, name):
     if key := self.key(): self.cache.remove(key)
     return taken_apart(self.get(math.inf))[0][name]
 
-
+# %% ../../nbs/cache/04_kept.ipynb #210cdcfe
 @patch
 def get(self:_Asked, room):
     "The case, from disk or made."
@@ -134,7 +138,7 @@ def get(self:_Asked, room):
         except (OSError, Damaged, TimeoutError) as e: self.cache.say(why(e))
         return made
 
-# %% ../../nbs/cache/04_kept.ipynb #aa7dbf92
+# %% ../../nbs/cache/04_kept.ipynb #102c52a1
 def cached_case(
     case,  # with `files` and what the form names
     make,  # () → the loaded case, read from its files

@@ -17,7 +17,7 @@ def _is_hollow(x):
     "Whether an array is one value that was broadcast, which stands for a shape."
     return x.ndim > 0 and x.size > 1 and not any(x.strides)
 
-
+# %% ../../nbs/cache/02_records.ipynb #14cef312
 def _part(value, arrays, path):
     "A value as JSON; its arrays go to `arrays` under their paths."
     inner = lambda k, v: _part(v, arrays, f"{path}.{k}" if path else str(k))
@@ -35,7 +35,7 @@ def _part(value, arrays, path):
         return {"class": type(value).__name__, "of": held}
     raise TypeError(f"{path}: a {type(value).__name__} cannot be kept on disk")
 
-
+# %% ../../nbs/cache/02_records.ipynb #acde80b7
 def _kept(array, arrays, path):
     "Take up an array; its name. One without elements has no bytes to be stored, and is told by its shape."
     if not array.size: return [list(array.shape), array.dtype.str]
@@ -50,7 +50,7 @@ def taken_apart(
     arrays = {}
     return arrays, _part(value, arrays, "")
 
-# %% ../../nbs/cache/02_records.ipynb #6d3e0492
+# %% ../../nbs/cache/02_records.ipynb #ce58e058
 def put_together(
     facts,  # of `taken_apart`
     array,  # function of a path: the array, or what stands for it
@@ -69,7 +69,7 @@ def put_together(
     if kind == "dict": return {inner(k): inner(v) for k, v in held}
     return dict(tuple=tuple, list=list)[kind](map(inner, held))
 
-
+# %% ../../nbs/cache/02_records.ipynb #ed6bf410
 def _array(kind, held, array):
     "An array, or a tensor of it; what stands for an array is left as it is."
     x = np.empty(held[0], np.dtype(held[1])) if isinstance(held, list) else array(held)
