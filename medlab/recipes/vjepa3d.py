@@ -30,8 +30,8 @@ from ..data.split import Split
 from ..data.volume import Volume
 from ..geometry.options import DicomOptions
 from medlab.jepa.collapse import (
-    CollapseKnobs, CollapseWatch, Motion, RelativeUpdate, centred_gram, feature_signals, feature_std, mean_loss,
-    refuse_zero, send, weight_distance
+    CollapseKnobs, CollapseWatch, Drift, Motion, centred_gram, feature_signals, feature_std, mean_loss, refuse_zero,
+    send, weight_distance
 )
 from ..jepa.masks import CUTS, Masks, check_masks, draw_masks, mask_kinds
 from ..jepa.objective import jepa_losses, leak_test, mask_distance, teacher_momentum, teacher_targets
@@ -561,7 +561,7 @@ class VJEPALosses:
     ):
         self.recipe, self.deep = recipe, recipe.levels > 1
         self.teacher, self.student = system.averages["teacher"].network, system.model.encoder
-        self.motion, self.moved_by = Motion(self.teacher), RelativeUpdate(system.model)
+        self.motion, self.drift = Motion(self.teacher), Drift(self.student)
         device = next(self.student.parameters()).device
         self.sums = torch.zeros(len(recipe.domains) + 1, 2, device=device)  # loss and samples by manufacturer
         self.watched, self.looks = False, {}  # whether somebody reads the looks; step → `Look`
@@ -577,9 +577,7 @@ def __call__(self:VJEPALosses, model, batch) -> dict:
     out = jepa_losses(made, tokens, masks, r.levels, k.dense_weight, distances)
     loss = out["loss"].detach().float()
     if self.watched: self.sums.index_add_(0, batch["domain_index"], torch.stack([loss, torch.ones_like(loss)], 1))
-    due = bool(self.watched and k.look_every and (step == 1 or step % k.look_every == 0))
-    if self.watched: self.moved_by(step, due)
-    if due:
+    if self.watched and k.look_every and (step == 1 or step % k.look_every == 0):
         self.looks[step] = self.look(x, batch["valid"], tokens, made, masks[0], step)
     return out | {"features/hidden": torch.full_like(loss, batch["hidden"][0])}
 
@@ -595,7 +593,7 @@ def look(self:VJEPALosses, x, valid, tokens, predictions, masks, step):
         teacher, student = (take(teacher_targets(t[:n, :, -dim:]), ids) for t in (tokens, own))
         signals = feature_signals(teacher, student, predictions[0][0][:n, :, -dim:])
         signals |= dict(weight_distance=weight_distance(self.teacher, self.student), teacher_motion=self.motion(step),
-            relative_update=self.moved_by.value)
+            drift=self.drift(step))
         for i, row in enumerate(self.sums.clone()): signals |= {f"{i}/loss": row[0], f"{i}/samples": row[1]}
         self.sums.zero_()
         return send(signals, centred_gram(teacher))
@@ -617,7 +615,7 @@ def apply(self:VJEPA3D, knob, value, model):
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #28ad6f27
 def _panels(found, domains):
     "Signals and the losses of domains, under the names that put them into panels of their own."
-    own = dict(mean_loss="mean_loss", relative_update="relative_update", weight_distance="teacher/weight_distance",
+    own = dict(mean_loss="mean_loss", drift="drift", weight_distance="teacher/weight_distance",
         teacher_motion="teacher/motion")
     named = {own.get(k, f"features/{k}"): v for k, v in found.items() if k != "rank"}  # its share is there
     return named | {f"domain/{d}": v for d, v in domains.items()}
