@@ -203,8 +203,8 @@ def _spacing_source(h):
     has = lambda name: _get(places, name) is not None
     plane = next((text for text, there in (("per-frame groups", holds(frames)), ("shared groups", holds(shared)),
                                            ("header", h.get("PixelSpacing"))) if there), "no PixelSpacing")
-    across = next((text for name, text in (("ImagePositionPatient", "positions"),
-        ("SpacingBetweenSlices", "SpacingBetweenSlices"), ("SliceThickness", "SliceThickness")) if has(name)), "nothing")
+    kinds = ("ImagePositionPatient", "SpacingBetweenSlices", "SliceThickness")
+    across = next((k.replace("ImagePositionPatient", "positions") for k in kinds if has(k)), "nothing")
     return f"{plane}, {across}"
 
 

@@ -184,5 +184,5 @@ def split_cases(
     elif classes: part = _stratify(patients, seed, val, test, classes)
     else: part = _draw(patients, seed, val, test)
     lists = [[n for n in names if part[group(n)] == p] for p in range(3)]
-    note = f"fold {fold} of {folds}" if folds else _empty_note(len(patients), val=(val, lists[1]), test=(test, lists[2]))
-    return Split(*lists, seed, note)
+    if folds: return Split(*lists, seed, f"fold {fold} of {folds}")
+    return Split(*lists, seed, _empty_note(len(patients), val=(val, lists[1]), test=(test, lists[2])))

@@ -235,7 +235,8 @@ def _plots(checks, found):
 
 # %% ../../nbs/preflight/06_page.ipynb #5977bba0
 _CONTROLS = """<div class="controls"><input id="find" type="search" placeholder="find by name, finding, maker …">
-<select id="kind" aria-label="kind"><option value="">all cases</option><option>quarantine</option><option>outlier</option>
+<select id="kind" aria-label="kind"><option value="">all cases</option>
+<option>quarantine</option><option>outlier</option>
 <option>note</option><option>sound</option></select><select id="sort" aria-label="order">
 <option value="i">worst first</option><option value="name">by name</option>
 <option value="-far">most unlike first</option><option value="-z">thickest slices first</option>
