@@ -97,14 +97,17 @@ def verify(
     sound = isinstance(cases, dict) and all(isinstance(c, dict) and c.get("side") in SIDES and isinstance(
         c.get("patient"), str) and isinstance(c.get("voxels"), dict) for c in cases.values())
     remedy = f"put {where} back from a copy, or remove it: the run then goes on without a proof"
-    if not sound: raise UserError(f"{where} is no proof of a split: its cases have no side, patient and voxels; {remedy}")
+    if not sound:
+        raise UserError(f"{where} is no proof of a split: its cases have no side, patient and voxels; {remedy}")
     moved = [n for n, c in now["cases"].items() if n not in cases or cases[n]["side"] != c["side"]]
     if moved:
         then = cases.get(moved[0], {}).get("side", "no side")
-        raise UserError(f"{where} contradicts the split of the run: {moved[0]} lies in {now['cases'][moved[0]]['side']},"
-            f" and {then} is written ({len(moved)} such case{'s' * (len(moved) > 1)}); {remedy}")
+        here = now["cases"][moved[0]]["side"]
+        raise UserError(f"{where} contradicts the split of the run: {moved[0]} lies in {here}, and {then} is written "
+            f"({len(moved)} such case{'s' * (len(moved) > 1)}); {remedy}")
     if stored.get("states") != (told := _statement(cases, stored.get("leaks") or ())):
         raise UserError(f"{where} states {str(stored.get('states'))[:80]!r}, and its cases show: {told}; {remedy}")
-    others = [n for n, c in now["cases"].items() if any(c["voxels"].get(p, h) != h for p, h in cases[n]["voxels"].items())]
+    differ = lambda n, c: any(c["voxels"].get(p, h) != h for p, h in cases[n]["voxels"].items())
+    others = [n for n, c in now["cases"].items() if differ(n, c)]
     names = ", ".join(others[:5]) + f" and {len(others) - 5} more" * (len(others) > 5)
     return [f"the voxels of {names} are others than when the run began"] * bool(others)

@@ -283,8 +283,8 @@ def _refuse_twice(root, cases):
         if a is c: continue
         sides = [x.split or "train" for x in (a, c)]
         if a.images == c.images and sides[0] != sides[1]:
-            raise UserError(f"{root}: {c.images[0].name} stands in {sides[0]} and in {sides[1]}: its score would be that "
-                "of a scan that was trained on; leave it on one side")
+            raise UserError(f"{root}: {c.images[0].name} stands in {sides[0]} and in {sides[1]}: its score would be "
+                "that of a scan that was trained on; leave it on one side")
         raise UserError(f"{root}: {c.name!r} is the name of two cases; name them in the column case")
 
 # %% ../../nbs/data/11_label_files.ipynb #c5336a08

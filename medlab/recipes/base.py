@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..cohort.duplicates import Cohort, cohort_of
+from ..cohort.duplicates import cohort_of
 from ..cohort.proof import SIDES, leaks, prove, refuse_leaks
 from ..contracts.batch import Batch
 from ..contracts.system import System
@@ -485,7 +485,7 @@ class Recipe(Use):
     Knobs = Knobs
     tiny = {}  # values of fields for `--debug`: seconds to the first step
     sizes = {}  # name → values of fields that differ from the defaults, such as dict(small=dict(dim=16), base={})
-    least = dict(batch_size=1, workers=0, cv_folds=0, cv_fold=0)  # smallest value of numeric fields; an integer here asks for integers
+    least = dict(batch_size=1, workers=0, cv_folds=0, cv_fold=0)  # of numeric fields; an integer asks for integers
 
     def __new__(cls, *args, **fields):
         refuse_lost_fields(cls)
@@ -601,7 +601,7 @@ def divide(self:Recipe,
     self.split = dataclasses.replace(drawn.among(names, f"{type(self).__name__}.setup()"), stored=True)
     return self._divided_info(cohort, bool(split) and not drawn.stored, dict(val=val, test=test))
 
-
+# %% ../../nbs/recipes/00_base.ipynb #dff01ca4
 @patch
 def _drawn(self:Recipe, cohort, **shares):
     return split_cases(cohort.patients.of, self.seed, group=cohort.patients.of.__getitem__, **shares)
@@ -613,7 +613,8 @@ def _given(self:Recipe, split):
     given = split if isinstance(split, Split) else Split(**split)
     asked = [f"{k}={getattr(self, k)!r}" for k in ("cv_folds", "stratify_by") if getattr(self, k)]
     if not asked or given.stored: return given
-    raise UserError(f"{' and '.join(asked)}: the split is given, so there is nothing to draw; leave out one of the two")
+    asked = " and ".join(asked)
+    raise UserError(f"{asked}: the split is given, so there is nothing to draw; leave out one of the two")
 
 
 @patch
@@ -633,8 +634,8 @@ def _shares(self:Recipe, cohort, val, test):
         key, classes = read_labels(self.stratify_by)
         by = {n: classes.get(p if key == "patient" else n) for n, p in cohort.named.of.items()}
         gone = [n for n, c in by.items() if c is None]
-        if gone: raise UserError(f"stratify_by={str(self.stratify_by)!r}: {len(gone)} of {len(by)} cases have no class, "
-            f"such as {gone[0]!r} of patient {cohort.named.of[gone[0]]!r}; give each one, if only 'unknown'")
+        if gone: raise UserError(f"stratify_by={str(self.stratify_by)!r}: {len(gone)} of {len(by)} cases have no "
+            f"class, such as {gone[0]!r} of patient {cohort.named.of[gone[0]]!r}; give each one, if only 'unknown'")
     return dict(val=val, test=test, by=by, folds=self.cv_folds, fold=self.cv_fold)
 
 

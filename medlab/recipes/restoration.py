@@ -6,7 +6,7 @@
 __all__ = ['REMEDIES', 'SWITCHES', 'PIXEL_LOSSES', 'NUMBERS', 'TILING', 'CAREFUL', 'RestorationKnobs', 'Restoration', 'restore']
 
 # %% ../../nbs/recipes/02_restoration.ipynb #6e6ec08d
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import traitlets
