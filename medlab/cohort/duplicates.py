@@ -45,7 +45,7 @@ class Copies:
         ends = ": one patient" if self.joins else "; is it in the wrong place?"
         return f"{who} {says}{ends if several else '; is one of them in the wrong place?'}"
 
-# %% ../../nbs/cohort/02_duplicates.ipynb #875b1efa
+# %% ../../nbs/cohort/02_duplicates.ipynb #303af4d0
 def _same_voxels(every):
     "[(places, \"voxels\" or \"mask\", 1)] of the same hash."
     groups = {}
@@ -53,7 +53,7 @@ def _same_voxels(every):
         if p.voxels: groups.setdefault(p.voxels, []).append(place)
     return [(g, "mask" if v.startswith("mask-") else "voxels", 1.0) for v, g in groups.items() if len(g) > 1]
 
-
+# %% ../../nbs/cohort/02_duplicates.ipynb #59788fd1
 def _near(vectors, block=512):
     "(i, j, correlation) of the rows that are as alike as copies are, and unlike the others."
     n = len(vectors)
@@ -79,7 +79,7 @@ def _same_form(every):
         if {a[1], b[1]} in BY_DESIGN or len(every[a].form) != len(every[b].form): continue
         if (c := float(form_vector(every[a]) @ form_vector(every[b]))) >= SCALED: yield [a, b], "form", c
 
-
+# %% ../../nbs/cohort/02_duplicates.ipynb #a5f3a65a
 def _same_marks(every):
     "[(two places, \"marks\", share)] of different cases that share many."
     places = [k for k, p in every.items() if p.marks]
@@ -93,12 +93,13 @@ def _same_marks(every):
         share = n / min(len(own[i]), len(own[j]))
         if n >= COMMON and share >= SHARE and places[i][0] != places[j][0]: yield [places[i], places[j]], "marks", share
 
-# %% ../../nbs/cohort/02_duplicates.ipynb #813502e3
+# %% ../../nbs/cohort/02_duplicates.ipynb #193029b8
 def _roots(pairs):
     "case → the first of those it is joined with, over pairs or larger groups of cases."
     root = {}
 
     def top(c):
+        "The first of those that a case is joined with so far."
         while root.setdefault(c, c) != c: c = root[c]
         return c
     for group in pairs:
@@ -121,7 +122,7 @@ def _grouped(finds, kind):
         for case in dict.fromkeys(c for c, _ in w):
             if len(own := tuple(p for p in w if p[0] == case)) > 1: yield Copies(own, kind, a)
 
-
+# %% ../../nbs/cohort/02_duplicates.ipynb #7c8217aa
 def find_copies(
     prints:dict,  # case → {part: `Fingerprint`}
 ) -> list:  # of `Copies`, those of the same voxels first

@@ -102,12 +102,12 @@ def verify(
     moved = [n for n, c in now["cases"].items() if n not in cases or cases[n]["side"] != c["side"]]
     if moved:
         then = cases.get(moved[0], {}).get("side", "no side")
-        is_in = now["cases"][moved[0]]["side"]
-        raise UserError(f"{where} contradicts the split of the run: {moved[0]} lies in {is_in}, and {then} is written"
-            f" ({len(moved)} such case{'s' * (len(moved) > 1)}); {remedy}")
+        here = now["cases"][moved[0]]["side"]
+        raise UserError(f"{where} contradicts the split of the run: {moved[0]} lies in {here}, and {then} is written "
+            f"({len(moved)} such case{'s' * (len(moved) > 1)}); {remedy}")
     if stored.get("states") != (told := _statement(cases, stored.get("leaks") or ())):
         raise UserError(f"{where} states {str(stored.get('states'))[:80]!r}, and its cases show: {told}; {remedy}")
-    differs = lambda n, c: any(c["voxels"].get(p, h) != h for p, h in cases[n]["voxels"].items())
-    others = [n for n, c in now["cases"].items() if differs(n, c)]
+    differ = lambda n, c: any(c["voxels"].get(p, h) != h for p, h in cases[n]["voxels"].items())
+    others = [n for n, c in now["cases"].items() if differ(n, c)]
     names = ", ".join(others[:5]) + f" and {len(others) - 5} more" * (len(others) > 5)
     return [f"the voxels of {names} are others than when the run began"] * bool(others)

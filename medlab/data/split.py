@@ -161,7 +161,7 @@ def _classes_of(names, group, by):
                 ) from e
     return {p: Counter(sorted(own)).most_common(1)[0][0] for p, own in found.items()}
 
-
+# %% ../../nbs/data/03_split.ipynb #cf081bcc
 def split_cases(
     names,  # names of the sound cases
     seed:int,  # of the run
@@ -184,5 +184,5 @@ def split_cases(
     elif classes: part = _stratify(patients, seed, val, test, classes)
     else: part = _draw(patients, seed, val, test)
     lists = [[n for n in names if part[group(n)] == p] for p in range(3)]
-    if folds: return Split(*lists, seed, f"fold {fold} of {folds}")
-    return Split(*lists, seed, _empty_note(len(patients), val=(val, lists[1]), test=(test, lists[2])))
+    empty = _empty_note(len(patients), val=(val, lists[1]), test=(test, lists[2]))
+    return Split(*lists, seed, f"fold {fold} of {folds}" if folds else empty)

@@ -601,7 +601,7 @@ def divide(self:Recipe,
     self.split = dataclasses.replace(drawn.among(names, f"{type(self).__name__}.setup()"), stored=True)
     return self._divided_info(cohort, bool(split) and not drawn.stored, dict(val=val, test=test))
 
-
+# %% ../../nbs/recipes/00_base.ipynb #dff01ca4
 @patch
 def _drawn(self:Recipe, cohort, **shares):
     return split_cases(cohort.patients.of, self.seed, group=cohort.patients.of.__getitem__, **shares)
@@ -613,7 +613,8 @@ def _given(self:Recipe, split):
     given = split if isinstance(split, Split) else Split(**split)
     asked = [f"{k}={getattr(self, k)!r}" for k in ("cv_folds", "stratify_by") if getattr(self, k)]
     if not asked or given.stored: return given
-    raise UserError(f"{' and '.join(asked)}: the split is given, so there is nothing to draw; leave out one of the two")
+    asked = " and ".join(asked)
+    raise UserError(f"{asked}: the split is given, so there is nothing to draw; leave out one of the two")
 
 
 @patch
