@@ -59,5 +59,5 @@ def rest_at_zero(
     if steps > FOREVER / 2 or steps < 2 or rate(taken) == 0 or rate(end - 1) != 0: return None
     first, k = taken + bisect_left(range(taken, end), True, key=lambda n: rate(n) == 0), knobs.now
     return (f"the learning rate is 0 from optimizer step {first} on, so {end - first} of the {steps} steps to come "
-        f"will move nothing (schedule={k.schedule!r}, horizon={k.horizon}): a horizon counts optimizer steps, not epochs; "
-        "make it longer, or set a floor")
+        f"will move nothing (schedule={k.schedule!r}, horizon={k.horizon}): a horizon counts optimizer steps, not "
+        "epochs; make it longer, or set a floor")
