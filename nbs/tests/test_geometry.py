@@ -4,8 +4,10 @@ The oracle shares no code with the readers: the equation of the standard for DIC
 formula of the quaternion for NIfTI. Every voxel of a test volume holds a number of its own, so it can be found wherever it went.
 MEDLAB_EXAMPLES=20 draws twenty times as many examples."""
 import os
+import pickle
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel as nib
@@ -20,11 +22,17 @@ from pydicom.uid import (CTImageStorage, EnhancedCTImageStorage, EnhancedMRImage
                          OphthalmicTomographyImageStorage, generate_uid)
 from pydicom.valuerep import format_number_as_ds
 
+from medlab import recipes
 from medlab.core import UserError
 from medlab.data.dicom import read_dicom
+from medlab.data.label_files import find_labelled
 from medlab.data.volume import Volume, read_volume, write_volume
+from medlab.geometry.options import DicomOptions
 from medlab.oct.files import find_oct
 from medlab.oct.scans import read_oct_dicom
+from medlab.slices.coding import content_of
+from medlab.slices.files import FILL, find_slices
+from medlab.slices.pairs import load_slices
 
 TIMES = int(os.environ.get("MEDLAB_EXAMPLES", "1"))
 DATA = Path(os.environ.get("MEDLAB_DATA", Path(__file__).parents[2] / "../shared/data")) / "dicom"
@@ -417,6 +425,52 @@ def test_a_derived_series_and_a_segmentation_lie_on_their_source(s, canonical, t
     assert len(got) == len(wanted)
     for row in got: assert np.abs(wanted[wanted[:, 0] == row[0], 1:] - row[1:]).max(1).min() < MM
     assert hd.seg.segread(tmp / "labels.dcm").number_of_segments == 2
+
+
+def tilted_series(folder, n=12):
+    "A tilted series of noise, and how it lies."
+    s = dict(turn=np.eye(3), pixel=np.array([0.8, 0.8]), step=np.array([0, 0.7, 3.0]), origin=np.array([1.0, -20, 300]), shape=(n, 20, 24),
+        names=range(n), order=range(n), numbers="grow")
+    write_classic(folder, s, np.random.default_rng(0).integers(-900, 900, s["shape"]).astype(np.int16))
+    return s
+
+
+def test_how_a_series_is_read_travels_with_its_case(tmp):
+    "From the field of a recipe to the worker that reads, and into the name of what is kept of it."
+    tilted_series(tmp / "scan")
+    upright = DicomOptions.of("upright")
+    kept, up = read_dicom(tmp / "scan"), read_dicom(tmp / "scan", upright=True)
+    assert up.shape != kept.shape
+    case, = find_slices(tmp / "scan", lone="thin", dicom=upright)
+    assert pickle.loads(pickle.dumps(case)).read("thin")["thin"].shape == up.shape
+    assert content_of(case) != content_of(replace(case, dicom=DicomOptions())) == content_of(find_slices(tmp / "scan")[0])
+    labelled, = find_labelled(tmp / "scan", upright).cases
+    assert labelled.read()["images"][0].shape == up.shape and find_labelled(tmp / "scan").cases[0].read()["images"][0].shape == kept.shape
+    scan, = find_oct(tmp / "scan", upright)
+    assert scan.read().data.shape == read_dicom(tmp / "scan", upright=True, canonical=False).shape
+    for cls in (recipes.Segmentation, recipes.SliceInterpolation, recipes.VJEPA3D, recipes.Codec):
+        with pytest.raises(UserError, match="did you mean 'upright'"): cls(dicom="uprigt")
+        assert cls(dicom="upright, stack=2").config()["dicom"] == "upright, stack=2"
+    found, = recipes.SliceInterpolation(dicom="upright").find(tmp / "scan")
+    assert found.dicom == DicomOptions(upright=True, fill=FILL)
+
+
+def test_a_tilted_series_is_refused_and_read_upright_for_slices(tmp):
+    "The thin slices of an upright stack go back as a series that lies on its source, read as it was."
+    pytest.importorskip("highdicom")
+    from medlab.slices.series import write_series
+    tilted_series(tmp / "scan")
+    case, = find_slices(tmp / "scan", lone="thick")
+    with pytest.raises(UserError, match=r"sheared by 13.1.*--dicom upright"): load_slices(case, 5, for_prediction=True, hu=False)
+    upright = DicomOptions(upright=True)
+    case, = find_slices(tmp / "scan", lone="thick", dicom=upright)
+    loaded = load_slices(case, 5, for_prediction=True, hu=False)
+    assert np.array_equal(loaded.valid, (loaded.thick != FILL).repeat(5, 0)) and not loaded.valid.all(), "unseen is not measured"
+    thin = replace(loaded.like, data=np.repeat(loaded.thick, 5, 0), name="thin")
+    made = write_series(thin, tmp / "thin", tmp / "scan", dicom=upright)
+    back = read_dicom(made.folder)
+    assert back.shape[0] == 60 and np.isclose(back.spacing[0], 0.6) and not any("sheared" in n for n in back.notes)
+    with pytest.raises(UserError, match="out of the series"): write_series(thin, tmp / "no", tmp / "scan")
 
 
 @pytest.mark.parametrize("kind", ["CT", "MR"])
