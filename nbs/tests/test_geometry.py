@@ -349,9 +349,10 @@ def _snapped(v, at, values, stored):
 
 
 def by_quaternion(h):
-    "Index → mm by a header's qform, as the standard of NIfTI writes it."
-    b, c, d = (float(h[f"quatern_{k}"]) for k in "bcd")
-    a = np.sqrt(max(0, 1 - b * b - c * c - d * d))
+    "Index → mm by a header's qform, as nifti1_io.c reads it: a turn of almost 180° is taken for one of 180°."
+    b, c, d = q = np.array([float(h[f"quatern_{k}"]) for k in "bcd"])
+    if (rest := 1 - q @ q) < 1e-7: b, c, d = q / np.linalg.norm(q)
+    a = 0 if rest < 1e-7 else np.sqrt(rest)
     turn = np.array([[a * a + b * b - c * c - d * d, 2 * (b * c - a * d), 2 * (b * d + a * c)],
                      [2 * (b * c + a * d), a * a + c * c - b * b - d * d, 2 * (c * d - a * b)],
                      [2 * (b * d - a * c), 2 * (c * d + a * b), a * a + d * d - b * b - c * c]])
@@ -399,6 +400,7 @@ def test_a_volume_of_ones_own_comes_back(turn, size, origin, shear, shape, canon
 @given(s=stacks((2, 5)), canonical=st.booleans())
 def test_a_derived_series_and_a_segmentation_lie_on_their_source(s, canonical, tmp):
     "Written by highdicom, of a series that lies anyhow, and read by medlab, by highdicom and by the standard's equation."
+    assume(s["shape"][1] * s["shape"][2] >= 8)  # smaller slices are refused
     hd, folder = pytest.importorskip("highdicom"), fresh(tmp)
     from medlab.archive.segments import LABEL, write_segments
     from medlab.slices.series import write_series
