@@ -134,7 +134,7 @@ class WrittenSegments:
 
     def __str__(self): return f"{self.path}: {len(self.segments)} segments in {self.frames} frames"
 
-# %% ../../nbs/archive/00_segments.ipynb #51bb57f8
+# %% ../../nbs/archive/00_segments.ipynb #1556d650
 def write_segments(
     volume:Volume,  # ids (z, y, x), whole numbers ≥ 0, on the grid of what `read_dicom` gave
     path,  # ends in .dcm; missing folders are made
@@ -152,6 +152,9 @@ def write_segments(
     if path.suffix.lower() != ".dcm": raise UserError(f"{path}: a DICOM segmentation ends in .dcm")
     found = _read_source(source, series, dicom)
     planes = _planes(volume, found, source)
+    if planes[0].size < 8:  # highdicom pads each such frame to a byte, and DICOM packs bits without gaps (PS3.5 8.1.1)
+        raise UserError(f"{source}: its slices have {planes[0].size} pixels, and a segmentation needs 8 or more; "
+                        "write .nii.gz")
     ids = _segment_ids(planes, names)
     to_number = np.zeros(ids[-1] + 1, np.uint8 if len(ids) < 256 else np.uint16)
     to_number[ids] = np.arange(1, len(ids) + 1)

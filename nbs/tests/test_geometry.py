@@ -4,8 +4,10 @@ The oracle shares no code with the readers: the equation of the standard for DIC
 formula of the quaternion for NIfTI. Every voxel of a test volume holds a number of its own, so it can be found wherever it went.
 MEDLAB_EXAMPLES=20 draws twenty times as many examples."""
 import os
+import pickle
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel as nib
@@ -20,11 +22,17 @@ from pydicom.uid import (CTImageStorage, EnhancedCTImageStorage, EnhancedMRImage
                          OphthalmicTomographyImageStorage, generate_uid)
 from pydicom.valuerep import format_number_as_ds
 
+from medlab import recipes
 from medlab.core import UserError
 from medlab.data.dicom import read_dicom
+from medlab.data.label_files import find_labelled
 from medlab.data.volume import Volume, read_volume, write_volume
+from medlab.geometry.options import DicomOptions
 from medlab.oct.files import find_oct
 from medlab.oct.scans import read_oct_dicom
+from medlab.slices.coding import content_of
+from medlab.slices.files import FILL, find_slices
+from medlab.slices.pairs import load_slices
 
 TIMES = int(os.environ.get("MEDLAB_EXAMPLES", "1"))
 DATA = Path(os.environ.get("MEDLAB_DATA", Path(__file__).parents[2] / "../shared/data")) / "dicom"
@@ -341,9 +349,10 @@ def _snapped(v, at, values, stored):
 
 
 def by_quaternion(h):
-    "Index → mm by a header's qform, as the standard of NIfTI writes it."
-    b, c, d = (float(h[f"quatern_{k}"]) for k in "bcd")
-    a = np.sqrt(max(0, 1 - b * b - c * c - d * d))
+    "Index → mm by a header's qform, as nifti1_io.c reads it: a turn of almost 180° is taken for one of 180°."
+    b, c, d = q = np.array([float(h[f"quatern_{k}"]) for k in "bcd"])
+    if (rest := 1 - q @ q) < 1e-7: b, c, d = q / np.linalg.norm(q)
+    a = 0 if rest < 1e-7 else np.sqrt(rest)
     turn = np.array([[a * a + b * b - c * c - d * d, 2 * (b * c - a * d), 2 * (b * d + a * c)],
                      [2 * (b * c + a * d), a * a + c * c - b * b - d * d, 2 * (c * d - a * b)],
                      [2 * (b * d - a * c), 2 * (c * d + a * b), a * a + d * d - b * b - c * c]])
@@ -391,6 +400,7 @@ def test_a_volume_of_ones_own_comes_back(turn, size, origin, shear, shape, canon
 @given(s=stacks((2, 5)), canonical=st.booleans())
 def test_a_derived_series_and_a_segmentation_lie_on_their_source(s, canonical, tmp):
     "Written by highdicom, of a series that lies anyhow, and read by medlab, by highdicom and by the standard's equation."
+    assume(s["shape"][1] * s["shape"][2] >= 8)  # smaller slices are refused
     hd, folder = pytest.importorskip("highdicom"), fresh(tmp)
     from medlab.archive.segments import LABEL, write_segments
     from medlab.slices.series import write_series
@@ -417,6 +427,52 @@ def test_a_derived_series_and_a_segmentation_lie_on_their_source(s, canonical, t
     assert len(got) == len(wanted)
     for row in got: assert np.abs(wanted[wanted[:, 0] == row[0], 1:] - row[1:]).max(1).min() < MM
     assert hd.seg.segread(tmp / "labels.dcm").number_of_segments == 2
+
+
+def tilted_series(folder, n=12):
+    "A tilted series of noise, and how it lies."
+    s = dict(turn=np.eye(3), pixel=np.array([0.8, 0.8]), step=np.array([0, 0.7, 3.0]), origin=np.array([1.0, -20, 300]), shape=(n, 20, 24),
+        names=range(n), order=range(n), numbers="grow")
+    write_classic(folder, s, np.random.default_rng(0).integers(-900, 900, s["shape"]).astype(np.int16))
+    return s
+
+
+def test_how_a_series_is_read_travels_with_its_case(tmp):
+    "From the field of a recipe to the worker that reads, and into the name of what is kept of it."
+    tilted_series(tmp / "scan")
+    upright = DicomOptions.of("upright")
+    kept, up = read_dicom(tmp / "scan"), read_dicom(tmp / "scan", upright=True)
+    assert up.shape != kept.shape
+    case, = find_slices(tmp / "scan", lone="thin", dicom=upright)
+    assert pickle.loads(pickle.dumps(case)).read("thin")["thin"].shape == up.shape
+    assert content_of(case) != content_of(replace(case, dicom=DicomOptions())) == content_of(find_slices(tmp / "scan")[0])
+    labelled, = find_labelled(tmp / "scan", upright).cases
+    assert labelled.read()["images"][0].shape == up.shape and find_labelled(tmp / "scan").cases[0].read()["images"][0].shape == kept.shape
+    scan, = find_oct(tmp / "scan", upright)
+    assert scan.read().data.shape == read_dicom(tmp / "scan", upright=True, canonical=False).shape
+    for cls in (recipes.Segmentation, recipes.SliceInterpolation, recipes.VJEPA3D, recipes.Codec):
+        with pytest.raises(UserError, match="did you mean 'upright'"): cls(dicom="uprigt")
+        assert cls(dicom="upright, stack=2").config()["dicom"] == "upright, stack=2"
+    found, = recipes.SliceInterpolation(dicom="upright").find(tmp / "scan")
+    assert found.dicom == DicomOptions(upright=True, fill=FILL)
+
+
+def test_a_tilted_series_is_refused_and_read_upright_for_slices(tmp):
+    "The thin slices of an upright stack go back as a series that lies on its source, read as it was."
+    pytest.importorskip("highdicom")
+    from medlab.slices.series import write_series
+    tilted_series(tmp / "scan")
+    case, = find_slices(tmp / "scan", lone="thick")
+    with pytest.raises(UserError, match=r"sheared by 13.1.*--dicom upright"): load_slices(case, 5, for_prediction=True, hu=False)
+    upright = DicomOptions(upright=True)
+    case, = find_slices(tmp / "scan", lone="thick", dicom=upright)
+    loaded = load_slices(case, 5, for_prediction=True, hu=False)
+    assert np.array_equal(loaded.valid, (loaded.thick != FILL).repeat(5, 0)) and not loaded.valid.all(), "unseen is not measured"
+    thin = replace(loaded.like, data=np.repeat(loaded.thick, 5, 0), name="thin")
+    made = write_series(thin, tmp / "thin", tmp / "scan", dicom=upright)
+    back = read_dicom(made.folder)
+    assert back.shape[0] == 60 and np.isclose(back.spacing[0], 0.6) and not any("sheared" in n for n in back.notes)
+    with pytest.raises(UserError, match="out of the series"): write_series(thin, tmp / "no", tmp / "scan")
 
 
 @pytest.mark.parametrize("kind", ["CT", "MR"])

@@ -11,6 +11,8 @@ import torch
 from medlab import Run, Trainer, recipes
 from medlab.cli.main import main
 from medlab.data.patches import PatchDataset
+from medlab.data.volume import Volume
+from medlab.slices.series import write_series
 from medlab.train.state import load_model
 
 TINY = ("--debug", "--threads", 1)
@@ -124,6 +126,31 @@ def test_mistakes_of_prediction(files, tmp_path):
         status, out, err = said("predict", files / "run", *argv)
         assert status == 2 and words in err and "Traceback" not in err, (argv, status, err)
     assert image.read_bytes() == before
+
+
+def test_labels_of_a_series_go_back_as_a_dicom_segmentation(files, tmp_path):
+    "By the ending of a file, or by --form in a folder; NIfTI is refused before anything is predicted."
+    pytest.importorskip("highdicom")
+    import pydicom
+    image = case(0)[0]
+    series = write_series(Volume(image.T, np.diag([1.5, 2, 3, 1])), tmp_path / "series").folder
+    assert said("predict", files / "run", series, tmp_path / "a.nii.gz")[0] == 0
+    status, out, err = said("predict", files / "run", series, tmp_path / "a.dcm")
+    assert status == 0, err
+    ds, labels = pydicom.dcmread(tmp_path / "a.dcm"), np.asarray(nib.load(tmp_path / "a.nii.gz").dataobj)
+    ids = [int(g.TrackingID.split()[-1]) for g in ds.SegmentSequence]
+    assert ids == [7, 40] and [g.SegmentLabel for g in ds.SegmentSequence] == ["label 7", "label 40"]
+    counts = [0, 0]
+    for bits, f in zip(ds.pixel_array.reshape(-1, ds.Rows, ds.Columns), ds.PerFrameFunctionalGroupsSequence):
+        counts[f.SegmentIdentificationSequence[0].ReferencedSegmentNumber - 1] += int(bits.sum())
+    assert counts == [int((labels == i).sum()) for i in ids] and sum(counts)
+    assert said("predict", files / "run", series, tmp_path / "out", "--form", "dicom")[0] == 0
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["series-labels.dcm"]
+    for argv, words in (((files / "data/images/c0.nii.gz", tmp_path / "no.dcm"), "needs the series it was made from"), ((series, tmp_path / "x", "--form", "dicm"), "did you mean 'dicom'"),
+                        ((files / "data/images/c0.nii.gz", tmp_path / "no", "--form", "dicom"), "needs the series it was made from")):
+        status, out, err = said("predict", files / "run", *argv)
+        assert status == 2 and words in err and "Traceback" not in err, (argv, err)
+    assert not (tmp_path / "no.dcm").exists() and not (tmp_path / "no").exists()
 
 
 def test_a_case_that_breaks_later_is_left_out_by_name(tmp_path):
