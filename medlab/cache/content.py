@@ -69,7 +69,7 @@ def settled(
 # %% ../../nbs/cache/00_content.ipynb #8918a5f6
 _ROOMS = ("cache", "data", "intake", "losses", "oct")
 _LIBRARIES = ("numpy", "nibabel", "pydicom", "python-gdcm", "torch", "monai", "scipy", "scikit-image", "pillow",
-    "tifffile")
+    "tifffile", "oct-converter")
 
 
 def _version(library):

@@ -1,11 +1,13 @@
-"""Patches per second of one way of loading, in a process of its own: python patch_speed.py WAY DATA CACHE WORKERS EACH SIDE.
+"""Patches per second of ways of loading: python patch_speed.py DATA PLACE WORKERS EACH SIDE ROUNDS SEED WAY ...
 
-Prints JSON: for each epoch its name, wall-clock seconds, seconds of processor time of this process and its workers, and
-patches. The first epoch begins with an empty cache; the pages of the files are dropped before it and before the last one.
+Prints JSON: for each round and way three epochs, each with its name, seconds by the clock and of processor time (of this
+process and its workers), and patches. The first begins with an empty cache; the pages of all files are dropped before it
+and before the last one. In each round the ways take turns in random order.
 """
 import json
 import os
 import random
+import shutil
 import sys
 import time
 import warnings
@@ -93,19 +95,28 @@ def spent():
     return sum(me.cpu_times()[:4]) + sum(sum(c.cpu_times()[:2]) for c in me.children(recursive=True))
 
 
-def main(way, data, cache, workers, each, side):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    random.seed(0)
-    torch.manual_seed(0)
+def measured(way, data, cache, *sizes):
+    "Three epochs of a way, and the bytes that it left on disk."
     Path(cache).mkdir(parents=True)
-    epoch, found = WAYS[way](data, cache, int(workers), int(each), int(side)), []
+    epoch, found = WAYS[way](data, cache, *sizes), []
     for name in ("cold", "warm", "pages dropped"):
         if name != "warm": drop(data, cache)
         start, cpu = time.perf_counter(), spent()
         n = epoch()
         found.append(dict(epoch=name, seconds=time.perf_counter() - start, cpu=spent() - cpu, patches=n))
-    print(json.dumps(dict(epochs=found, held=sum(p.stat().st_size for p in Path(cache).rglob("*") if p.is_file()))))
+    return dict(epochs=found, held=sum(p.stat().st_size for p in Path(cache).rglob("*") if p.is_file()))
+
+
+def main(data, place, workers, each, side, rounds, seed, *ways):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    order, found = random.Random(int(seed)), []
+    for n in range(int(rounds)):
+        made = {w: measured(w, data, f"{place}/{n} {w}", int(workers), int(each), int(side)) for w in order.sample(ways, len(ways))}
+        found.append({w: made[w] for w in ways})
+        shutil.rmtree(place)
+    print(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # without waiting for the workers
 
