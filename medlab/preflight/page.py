@@ -22,7 +22,7 @@ from ..core import UserError, printable
 from .faults import reason_kind
 from .outliers import RULE, by_measure
 
-# %% ../../nbs/preflight/06_page.ipynb #8ba24f3b
+# %% ../../nbs/preflight/06_page.ipynb #b3714d80
 def _text(value, most=400):
     "Any value as text within HTML."
     return html.escape(printable(str(value), most))
@@ -43,7 +43,8 @@ h3 { font-size: .95rem; margin: 0 } p { margin: .3rem 0 } .soft { color: var(--s
 .tile, .plot, article { background: var(--card); border: 1px solid var(--line); border-radius: 6px;
   padding: .5rem .7rem }
 .tile b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums } .tile.bad b { color: var(--bad) }
-.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 6px }
+.scroll { overflow-x: auto; width: fit-content; max-width: 100%; background: var(--card);
+  border: 1px solid var(--line); border-radius: 6px }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
 th { color: var(--soft); font-weight: 600 } tr:last-child td { border-bottom: 0 }
@@ -54,7 +55,7 @@ svg { display: block; width: 100% } .plot svg { height: 46px; margin: .3rem 0 .1
   padding: .5rem 0; background: var(--bg) }
 input, select { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line);
   border-radius: 5px; padding: .3rem .5rem } input { flex: 1 1 14rem }
-article { display: grid; grid-template-columns: 168px minmax(0, 1fr) 150px; gap: .3rem .9rem; margin: 0 0 .5rem;
+article { display: grid; grid-template-columns: 168px minmax(0, 1fr) 23rem; gap: .3rem .9rem; margin: 0 0 .5rem;
   content-visibility: auto; contain-intrinsic-size: auto 92px } article[hidden] { display: none }
 article img, .none { width: 168px; height: 56px; border-radius: 3px; background: #000; object-fit: contain;
   object-position: left } .none { background: var(--bg); color: var(--soft); display: grid; place-items: center }
@@ -62,7 +63,8 @@ article img, .none { width: 168px; height: 56px; border-radius: 3px; background:
   color: var(--ok); background: var(--okbg) } .chip.bad { color: var(--bad); background: var(--badbg) }
 .chip.note { color: var(--note); background: var(--notebg) }
 ul { margin: .25rem 0 0; padding-left: 1.1rem } li.bad, .mark { color: var(--bad) }
-.hist { font-size: .75rem; color: var(--soft) } .hist svg { height: 26px }
+.hist { font-size: .75rem; color: var(--soft); display: flex; flex-wrap: wrap; gap: .2rem .7rem }
+.hist > figure { margin: 0; width: 7rem } .hist svg { height: 26px }
 @media (max-width: 44rem) { article { grid-template-columns: 1fr } }
 """
 
@@ -159,11 +161,11 @@ def _findings(check, odd):
     items = [*some, *([("", more)] if more else []), *marks]
     return f"<ul>{''.join(f'<li class={chr(34)}{c}{chr(34)}>{_text(t)}</li>' for c, t in items)}</ul>" if items else ""
 
-# %% ../../nbs/preflight/06_page.ipynb #417fbffe
+# %% ../../nbs/preflight/06_page.ipynb #b3e0e63a
 def _histograms(check):
     "The histograms of a case's parts."
     parts, more = _more(list(check.facts.get("histograms", {}).items()), "histograms")
-    drawn = (f"<div>{_text(m, 40)}</div>{_bars(counts)}{_ends(lo, hi)}" for m, (lo, hi, counts) in parts)
+    drawn = (f"<figure>{_text(m, 40)}{_bars(counts)}{_ends(lo, hi)}</figure>" for m, (lo, hi, counts) in parts)
     return f'<div class="hist">{"".join(drawn)}{_text(more)}</div>'
 
 
@@ -233,10 +235,10 @@ def _plots(checks, found):
     return (f'<h2>Sizes and intensities of the sound cases</h2><p class="soft">{_text(rule, 900)}</p>'
             f'<div class="plots">{drawn}</div>')
 
-# %% ../../nbs/preflight/06_page.ipynb #5977bba0
+# %% ../../nbs/preflight/06_page.ipynb #c06f5285
 _CONTROLS = """<div class="controls"><input id="find" type="search" placeholder="find by name, finding, maker …">
-<select id="kind" aria-label="kind"><option value="">all cases</option><option>quarantine</option><option>outlier</option>
-<option>note</option><option>sound</option></select><select id="sort" aria-label="order">
+<select id="kind" aria-label="kind"><option value="">all cases</option><option>quarantine</option>
+<option>outlier</option><option>note</option><option>sound</option></select><select id="sort" aria-label="order">
 <option value="i">worst first</option><option value="name">by name</option>
 <option value="-far">most unlike first</option><option value="-z">thickest slices first</option>
 <option value="-voxels">largest first</option></select><span id="count" class="soft"></span></div>"""
@@ -255,8 +257,8 @@ def page(
     for o in found: odd.setdefault(o.case, []).append(o)
     rank = lambda c: _RANK[kinds_of(c, odd.get(c.case.name, []))[0]]
     yield (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
-           f'content="{_POLICY}"><meta name="viewport" content="width=device-width, initial-scale=1"><title>Preflight: '
-           f'{_text(title, 200)}</title><style>{_STYLE}</style></head><body><h1>Preflight</h1>'
+           f'content="{_POLICY}"><meta name="viewport" content="width=device-width, initial-scale=1">'
+           f'<title>Preflight: {_text(title, 200)}</title><style>{_STYLE}</style></head><body><h1>Preflight</h1>'
            f'<p class="soft">{_text(title)}</p>')
     yield from _summary(checks, odd, notes, tables)
     yield _plots(checks, found)
