@@ -58,7 +58,7 @@ def test_many_cases_twice_and_trained(many):
         status, out, err, seconds, peak = measured("check", root, *OPTIONS, "--csv", files[0], "--html", files[1], env=env)
         assert status == 0 and f"{MANY} cases: {MANY - len(bad)} sound, {len(bad)} in quarantine" in out, (out[-2000:], err[-2000:])
         assert peak < 1024 and out.count("quarantine: ") <= 40
-        if turn == "first" and seconds > 60: assert re.search(r"checking cases: [\d,]+ of [\d,]+ read, about .* left", err), err
+        if turn == "first" and MANY >= 5000: assert re.search(r"checking cases: [\d,]+ of [\d,]+ read, about .* left", err), err
         if turn == "second": assert "checking cases" not in err, "nothing is read"
         rows = list(csv.DictReader(files[0].open(newline="")))
         found[turn] = sorted((r["case"], r["reason"]) for r in rows if r["verdict"] == "quarantine")
@@ -240,7 +240,7 @@ def test_the_page_in_a_browser(tmp_path):
             page.fill("#find", "truncated"); assert page.inner_text("#count") == "1 of 60 shown"
             page.fill("#find", ""); page.select_option("#kind", "quarantine"); assert page.inner_text("#count") == "1 of 60 shown"
             page.select_option("#kind", ""); page.select_option("#sort", "name")
-            assert page.locator("article h3").nth(1).inner_text().startswith("P00000")
+            assert page.locator("article h3").nth(1).text_content().startswith("P00000")
             first = page.locator("article img").first
             assert first.evaluate("e => { e.loading = 'eager'; return e.decode().then(() => e.naturalWidth) }") == 168
             assert not said and all(u.startswith(("file:", "data:")) for u in asked), (said, asked[:3])
