@@ -139,7 +139,7 @@ def train_parser(
         p.add_argument("--check_minutes", type=float, default=5.0,
             help="for which the samples of a recipe of one's own are read, at most")
         p.add_argument("--csv", type=str, help="file for a table with a line for each case")
-        p.add_argument("--html", type=str, help="file for a page with a picture of each case, to be opened in a browser")
+        p.add_argument("--html", type=str, help="file for a page with a picture of each case, for a browser")
     _add_run_options(p)
     _add_size(p, cls)
     hints, texts = typing.get_type_hints(cls), field_help(cls)

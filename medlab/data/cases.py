@@ -362,7 +362,7 @@ def inspect_each(
     texts = texts_of(partial(_told, inspect), cases, _failed, doing, threads)
     return [Check.of_text(c, t) for c, t in zip(cases, texts)]
 
-
+# %% ../../nbs/data/04_cases.ipynb #5d2f1ac2
 def inspect_cases(
     cases,  # any iterable of cases
     resample:bool=False,  # see `inspect_case`
