@@ -23,8 +23,9 @@ WORDS = dict(  # command → (what its words are, its options)
         "--best", "--csv", "--recipe", "--device")),
     export=(("run", "out"), ("--form", "--weights", "--step", "--overwrite", "--recipe")),
     runs=(("folder",), ()), demo=(("folder",), ("--steps", "--image", "--threads")), lab=(("folder",), ()),
-    selftest=(("folder",), ("--minutes", "--device", "--json")))
-FLAGS = ("--best", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student")  # options without a value
+    selftest=(("folder",), ("--minutes", "--device", "--json")),
+    cache=((), ("--clear",)))
+FLAGS = ("--best", "--clear", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student")  # without a value
 CHOICES = {"--form": ("safetensors", "program", "bundle"), "--weights": ("auto", "ema", "raw"),
     "--size": ("small", "base")}
 

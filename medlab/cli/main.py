@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'PAUSE', 'PATIENCE', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job',
            'resumed_job', 'loggers_of', 'save_late', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict',
-           'evaluate', 'embed', 'probe', 'export', 'one_folder', 'runs', 'check', 'lab', 'demo', 'selftest', 'usage',
-           'show_warning', 'main']
+           'evaluate', 'embed', 'probe', 'export', 'one_folder', 'runs', 'check', 'lab', 'demo', 'selftest', 'cache',
+           'usage', 'show_warning', 'main']
 
 # %% ../../nbs/cli/08_main.ipynb #d313b561
 import contextlib
@@ -22,7 +22,7 @@ from pathlib import Path
 import jsonargparse
 
 import medlab
-from ..core import UnknownName, UserError, optional, why_unwritable
+from ..core import UnknownName, UserError, optional, printable, why_unwritable
 from medlab.cli.options import (
     RECIPES, add_threads, explain, fit_until, is_place, listed, option_type, options, recipe_class, several,
     threads_for)
@@ -520,7 +520,7 @@ def one_folder(
 def _run_line(run):
     "Name, recipe, state, step and last losses of a run."
     loss = run.metrics("loss", start=run.step - 19)["loss"].value if "loss" in run.names() else []
-    line = f"{run.name:24} {run.meta.get('recipe', ['', '?'])[1]:12} {run.state:8} step {run.step:>8}"
+    line = printable(f"{run.name:24} {run.meta.get('recipe', ['', '?'])[1]:12} {run.state:8} step {run.step:>8}")
     if not len(loss): return line
     mean = f", mean of the last {len(loss)} steps {sum(loss) / len(loss):.4g}" if len(loss) > 1 else ""
     return f"{line}  loss {loss[-1]:.4g}{mean}"
@@ -622,9 +622,32 @@ def selftest(argv) -> int:
     from medlab.train.state import torch_device
     return run_selftest(torch_device(a.device), a.minutes, a.folder, a.json)
 
+
+def cache(argv) -> int:
+    "Say which decoded volumes the folder that MEDLAB_CACHE names holds; --clear removes them."
+    about = (" Loaded cases are kept there for all runs of this machine, and patches are read there. MEDLAB_CACHE_GB "
+        "is its size, a fifth of the free disk where it is not set. Off where MEDLAB_CACHE is not set.")
+    p = jsonargparse.ArgumentParser(prog="medlab cache", description=cache.__doc__ + about, exit_on_error=False)
+    p.add_argument("--clear", action="store_true", help="remove them; what a run still uses is made again")
+    a = parsed(p, argv)
+    from medlab.cache.folder import VARIABLE, named_folder
+    folder = named_folder()
+    if folder is None:
+        print(f"no decoded volumes are kept: {VARIABLE} names no folder; export {VARIABLE}=/fast/disk/medlab-volumes "
+            "turns it on for all runs")
+        return 0
+    try:
+        if not a.clear: print(folder.overview())
+        else:
+            n, freed = folder.clear()
+            print(f"{folder}: removed {n}, {freed / 1e9:.3g} GB")
+    except OSError as e:
+        raise UserError(f"{folder.folder}: {(e.strerror or str(e)).lower()}; name another folder by {VARIABLE}") from e
+    return 0
+
 # %% ../../nbs/cli/08_main.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, evaluate=evaluate, embed=embed, probe=probe, export=export, runs=runs,
-    check=check, demo=demo, lab=lab, selftest=selftest)
+    check=check, cache=cache, demo=demo, lab=lab, selftest=selftest)
 
 
 def usage() -> str:

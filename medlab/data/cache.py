@@ -56,3 +56,9 @@ def _keep(self:ByteCache, key, value):
 def stats(self:ByteCache) -> dict:  # hits, misses, kept: counts; bytes, limit: bytes
     "What the cache has done, and how full it is."
     return dict(hits=self.hits, misses=self.misses, kept=len(self), bytes=self.bytes, limit=self.limit)
+
+# %% ../../nbs/data/05_cache.ipynb #5a1c0de2
+@patch(as_prop=True)
+def room(self:ByteCache) -> int:
+    "Bytes that a whole volume may take where it could also be cut on disk; a quarter is left to what is cut there."
+    return max(0, self.limit * 3 // 4 - self.bytes)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
+from ..cohort.fingerprint import Fingerprint, fingerprint
 from ..cohort.identity import without_visit
 from ..core import UnknownName, UserError
 from ..intake.opened import lies_there
@@ -211,6 +212,7 @@ class Check:
     shape:tuple = None  # (z, y, x) of its first sound modality; None: there is none
     spacing:tuple = None  # (z, y, x), mm
     ranges:dict = field(default_factory=dict)  # modality → 1st and 99th percentile of its brain
+    prints:dict = field(default_factory=dict)  # modality, or part → `Fingerprint`, by which copies are found
     findings:list = field(default_factory=list)  # of `Finding`
     facts:dict = field(default_factory=dict)  # what else is worth showing, plain data: picture, histograms, labels …
     lasting:bool = True  # False: the verdict is that of a moment (no memory, no permission), and asked for again
@@ -221,9 +223,12 @@ class Check:
         return "; ".join(str(f) for f in self.findings if f.fatal)
 
 # %% ../../nbs/data/04_cases.ipynb #c69a9ec0
+_PASSING = re.compile("pip install|its decoder |no process can be started")
+
+
 def _of_the_moment(error):
-    "Whether an error may be gone the next time though the files are the same: memory, permission, what is installed."
-    if "pip install" in str(error): return True
+    "Whether an error may be gone the next time though the files are the same: memory, time, permission, packages."
+    if _PASSING.search(str(error)): return True
     while error is not None:
         if isinstance(error, (MemoryError, ImportError)) or isinstance(error, OSError) and error.errno: return True
         error = error.__cause__
@@ -280,7 +285,9 @@ def of_text(cls:Check,
     plain = json.loads(text)
     ends = {k: tuple(v) for k, v in plain["ranges"].items()}
     tuples = {k: plain[k] and tuple(plain[k]) for k in ("shape", "spacing")}
-    return cls(**plain | tuples | dict(case=case, ranges=ends, findings=[Finding(**f) for f in plain["findings"]]))
+    prints = {k: Fingerprint(*v) for k, v in plain["prints"].items()}
+    findings = [Finding(**f) for f in plain["findings"]]
+    return cls(**plain | tuples | dict(case=case, ranges=ends, prints=prints, findings=findings))
 
 # %% ../../nbs/data/04_cases.ipynb #78b21358
 def _read_sound(check, modality):
@@ -288,6 +295,7 @@ def _read_sound(check, modality):
     try:
         volume = check.case.read(modality)
         check.ranges[modality] = brain_range(volume.data)
+        check.prints[modality] = fingerprint(volume.data)
         check.see(modality, volume.data, volume.spacing)
         return volume
     except UserError as e: check.fail(e, modality)

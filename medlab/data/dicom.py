@@ -9,8 +9,10 @@ __all__ = ['NAMED', 'is_dicom', 'dicom_source', 'read_header', 'known_patient', 
 import contextlib
 import functools
 import io
+import itertools
 import re
 import struct
+import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,20 @@ import nibabel as nib
 import numpy as np
 import pydicom
 from pydicom.dataelem import RawDataElement
+from pydicom.encaps import generate_frames
 from pydicom.multival import MultiValue
-from pydicom.pixels import get_decoder, iter_pixels
+from pydicom.pixels import get_decoder
 from pydicom.uid import UID, DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian
 
 from ..core import UserError, printable
-from ..intake.opened import limits, opened, reading, size_of, within
-from .volume import Grid, Volume, _refuse_nonfinite
+from ..geometry.options import DicomOptions
+from ..geometry.parts import PART_TAGS, join_parts, part_number
+from ..geometry.spacing import Row, positions, uneven_error
+from ..geometry.stacks import one_stack
+from ..geometry.upright import plan_upright
+from ..intake.child import Job, decoded
+from ..intake.opened import limits, most_pixels, opened, read_whole, reading, size_of, within
+from .volume import Grid, Volume, _laid, _refuse_nonfinite
 
 # %% ../../nbs/data/01_dicom.ipynb #db5a1af1
 def is_dicom(
@@ -60,24 +69,27 @@ def dicom_source(
         head = file.read(4096)
         file.seek(0)
         if DeflatedExplicitVRLittleEndian.encode() not in head or head[132:136] != b"\x02\0\0\0": yield file
-        else: yield _inflated(path, file.read(), 144 + struct.unpack("<I", head[140:144])[0])
+        else: yield _inflated(path, read_whole(path), 144 + struct.unpack("<I", head[140:144])[0])
 
 
 def _pixel_bytes(header):
     "Bytes of the pixels that a header promises, uncompressed."
     get = lambda k, default=1: int(header.get(k) or default)
     count = get("Rows") * get("Columns") * get("NumberOfFrames") * get("SamplesPerPixel")
-    return count * -(-get("BitsAllocated", 8) // 8)
+    return -(-count * get("BitsAllocated", 8) // 8)
+
+
+_SIZES = "Rows", "Columns", "NumberOfFrames", "BitsAllocated", "SamplesPerPixel"
 
 
 def _refuse_sizes(path, header):
     "Raise for sizes that no image has, and for more than the limits allow."
-    odd = [f"{k} {header.get(k)}" for k in ("Rows", "Columns", "NumberOfFrames", "BitsAllocated", "SamplesPerPixel")
-        if header.get(k) not in (None, "") and header.get(k) < (k in ("NumberOfFrames", "BitsAllocated"))]
+    sizes = {k: v for k in _SIZES if (v := header.get(k)) is not None and v != ""}
+    odd = [f"{k} {v}" for k, v in sizes.items() if v < (k in ("NumberOfFrames", "BitsAllocated"))]
     if odd: raise UserError(f"{path}: has {', '.join(odd)}; sizes above 0 are needed: copy it again from its source")
-    frames = int(header.get("NumberOfFrames") or 1)
+    frames = int(sizes.get("NumberOfFrames", 1))
     within(path, "frames", frames)
-    within(path, "voxels", int(header.get("Rows") or 0) * int(header.get("Columns") or 0) * frames)
+    within(path, "voxels", int(sizes.get("Rows", 0)) * int(sizes.get("Columns", 0)) * frames)
 
 
 def _refuse_frames(header):
@@ -92,53 +104,76 @@ def _refuse_frames(header):
 
 _TAGS = """SOPClassUID SOPInstanceUID Modality SeriesDescription SeriesInstanceUID SeriesNumber InstanceNumber
     Rows Columns NumberOfFrames SamplesPerPixel PhotometricInterpretation PixelRepresentation BitsAllocated
+    BitsStored PlanarConfiguration ExtendedOffsetTable ExtendedOffsetTableLengths
     PixelPaddingValue PixelPaddingRangeLimit ImagePositionPatient ImageOrientationPatient PixelSpacing
     SliceThickness SpacingBetweenSlices RescaleSlope RescaleIntercept ModalityLUTSequence LossyImageCompression
     EchoTime DiffusionBValue TemporalPositionIdentifier
-    PerFrameFunctionalGroupsSequence SharedFunctionalGroupsSequence""".split()
+    PerFrameFunctionalGroupsSequence SharedFunctionalGroupsSequence""".split() + [*PART_TAGS]
 
 
 _INTEGERS = {*"""Rows Columns NumberOfFrames SamplesPerPixel PixelRepresentation BitsAllocated InstanceNumber
-    SeriesNumber PixelPaddingValue PixelPaddingRangeLimit TemporalPositionIdentifier TemporalPositionIndex
-    InStackPositionNumber""".split()}
+    BitsStored PlanarConfiguration SeriesNumber PixelPaddingValue PixelPaddingRangeLimit TemporalPositionIdentifier
+    TemporalPositionIndex InStackPositionNumber""".split(), *PART_TAGS[1:]}
 _NUMBERS = {*"""SliceThickness SpacingBetweenSlices RescaleSlope RescaleIntercept EchoTime EffectiveEchoTime
     DiffusionBValue""".split()}
 _LISTS = {"ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"}
+_META = "TransferSyntaxUID", "MediaStorageSOPClassUID"
+_WORDS = {*_META, *"""SOPClassUID SOPInstanceUID SeriesInstanceUID PhotometricInterpretation Modality
+    SeriesDescription""".split()}
 
 
 def _fits(name, value):
     "Whether a value is of the kind that its tag is to have; one that is empty always is."
     if value is None or value == "" or isinstance(value, MultiValue) and not value: return True
     if name in _INTEGERS: return isinstance(value, int)
+    if name in _WORDS: return isinstance(value, str)
     if name in _NUMBERS: return isinstance(value, (int, float)) and np.isfinite(float(value))
     if name in _LISTS: return isinstance(value, MultiValue) and all(isinstance(v, (int, float)) for v in value)
     return not isinstance(value, (bytes, MultiValue)) or name in _MANY
 
 
-_MANY = {"PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence"}
+_MANY = {"PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence", "ExtendedOffsetTable",
+    "ExtendedOffsetTableLengths"}
 
 
 def _converted(path, data, tags):
     "Let every tag that is there become its value, in sequences too; raises `UserError` that names one that cannot."
-    for tag in [t for t in data.keys() if t in tags]:
-        raw, name = data.get_item(tag), pydicom.datadict.keyword_for_tag(tag)
-        try: value = data[tag].value
-        except Exception as e:  # pydicom raises whatever a damaged value leads it to
-            held = raw.value if isinstance(raw, RawDataElement) else e
-            raise UserError(_ODD_TAG.format(path, name, printable(repr(held), 80))) from e
-        if isinstance(value, pydicom.Sequence) and pydicom.datadict.dictionary_VR(tag) == "SQ":
-            for item in value: _converted(path, item, tags)
-        elif not _fits(name, value): raise UserError(_ODD_TAG.format(path, name, printable(repr(value), 80)))
+    name, held = "", None
+    odd = lambda: f"its tag {name} holds {printable(repr(held), 80)}, which is no value of it"
+    with reading(path, odd, _MEND):
+        for tag in [t for t in data.keys() if t in tags]:
+            raw, name = data.get_item(tag), pydicom.datadict.keyword_for_tag(tag)
+            held = raw.value if isinstance(raw, RawDataElement) else None
+            held = value = data[tag].value
+            if isinstance(value, pydicom.Sequence) and pydicom.datadict.dictionary_VR(tag) == "SQ":
+                for item in value: _converted(path, item, tags)
+            elif not _fits(name, value): raise UserError(f"{path}: {odd()}; {_MEND}")
 
 
-_ODD_TAG = "{}: its tag {} holds {}, which is no value of it; repair the tag, or copy the file again from its source"
+_MEND = "repair the tag, or copy the file again from its source"
 _NESTED = """PlanePositionSequence PlaneOrientationSequence PixelMeasuresSequence PixelValueTransformationSequence
-    FrameContentSequence MREchoSequence MRDiffusionSequence EffectiveEchoTime InStackPositionNumber
+    FrameContentSequence MREchoSequence MRDiffusionSequence EffectiveEchoTime StackID InStackPositionNumber
     TemporalPositionIndex FrameAnatomySequence FrameLaterality""".split()
 
 
 @functools.lru_cache(64)
 def _tags_of(names): return frozenset(map(pydicom.tag.Tag, names))
+
+
+class _Unvalidated:
+    "Within it pydicom does not warn of odd values with the bytes of a file; also where threads read at once."
+    lock, inside, mode = threading.Lock(), 0, None
+
+    def __enter__(self):
+        with self.lock:
+            if not _Unvalidated.inside: _Unvalidated.mode = pydicom.config.settings.reading_validation_mode
+            _Unvalidated.inside += 1
+            pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
+
+    def __exit__(self, *error):
+        with self.lock:
+            _Unvalidated.inside -= 1
+            if not _Unvalidated.inside: pydicom.config.settings.reading_validation_mode = self.mode
 
 
 def read_header(
@@ -147,11 +182,12 @@ def read_header(
 ):  # pydicom's data set, without pixels
     "The header of a file, its values of the kinds they are to have; raises `UserError` where it is damaged."
     wanted = *_TAGS, *more
-    with reading(path, "has a damaged DICOM header"), dicom_source(path) as file:
+    with reading(path, "has a damaged DICOM header"), _Unvalidated(), dicom_source(path) as file:
         header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=[*wanted])
         at = file.tell()
-        header.filename, header.behind = str(path), file.seek(0, io.SEEK_END) - at  # bytes
+        header.filename, header.at, header.behind = str(path), at, file.seek(0, io.SEEK_END) - at  # bytes
         _converted(path, header, _tags_of((*wanted, *_NESTED)))
+        _converted(path, header.file_meta, _tags_of(_META))
         _refuse_sizes(path, header)
     return header
 
@@ -264,7 +300,7 @@ def _places(header):
 # %% ../../nbs/data/01_dicom.ipynb #8f8bbc26
 def _get(places, name, default=None):
     "The first value that is not empty."
-    return next((p.get(name) for p in places if p.get(name) not in (None, "")), default)
+    return next((v for p in places if (v := p.get(name)) is not None and v != ""), default)
 
 
 def _numbers(where, places, name, count):
@@ -288,11 +324,14 @@ class _Slice:
     axes:np.ndarray  # (2, 3) directions of growing column number and growing row number
     pixel:np.ndarray  # (2,) mm between columns, between rows
 
-    @property
+    @functools.cached_property
     def normal(self): "Unit vector across the slice."; return np.cross(*self.axes)
 
-    @property
+    @functools.cached_property
     def size(self): "Its rows and columns."; return self.header.Rows, self.header.Columns
+
+    @property
+    def stack(self): "Its StackID; empty: none."; return str(_get(self.places, "StackID", ""))
 
     def __str__(self):
         return self.path.name + f" frame {self.index}" * ("PerFrameFunctionalGroupsSequence" in self.header)
@@ -336,23 +375,6 @@ def _slices(header):
     return [_slice(header, name(i), i, places) for i, places in enumerate(every)]
 
 # %% ../../nbs/data/01_dicom.ipynb #4c3b6d91
-def _difference(s, a):
-    "What of a slice's cut differs from another's: (name, its value, the other's); None: nothing."
-    if np.abs(s.axes - a.axes).max() > 1e-3: return "orientation", s.axes.round(4).tolist(), a.axes.round(4).tolist()
-    if s.size != a.size: return "rows and columns", s.size, a.size
-    if not np.allclose(s.pixel, a.pixel, rtol=1e-3):
-        return "PixelSpacing", s.pixel[::-1].tolist(), a.pixel[::-1].tolist()
-
-# %% ../../nbs/data/01_dicom.ipynb #8212a0ec
-def _refuse_mixture(path, slices):
-    "Raise where slices are not all cut alike."
-    a = slices[0]
-    for s in slices[1:]:
-        if not (odd := _difference(s, a)): continue
-        raise UserError(f"{path}: its slices are not cut alike: the {odd[0]} of {s.path.name} is {odd[1]}, "
-                        f"of {a.path.name} {odd[2]}; put the images of each kind into a folder of their own")
-
-
 def _refuse_copies(path, slices):
     "Raise where two files hold the same image."
     seen = {}
@@ -362,23 +384,37 @@ def _refuse_copies(path, slices):
         raise UserError(f"{path}: {seen[uid].name} and {s.path.name} hold the same image "
                         f"(SOP Instance UID {uid}); remove one of them")
 
+
+def _order(s): return int(s.header.get("InstanceNumber") or 0), part_number(s.header), s.path, s.index
+
+
+def _chosen(path, headers, series=None, stack=None):
+    "(slices of the series and the stack that are meant, notes)"
+    found, notes = join_parts(path, _one_series(path, headers, series))
+    every = sorted((s for h in found for s in _slices(h)), key=_order)
+    slices = one_stack(path, every, stack or None)
+    _refuse_copies(path, slices)
+    left = len(every) - len(slices)
+    if left: notes = [*notes, f"stack {stack}: {left} images of other stacks in this series left out"]
+    return slices, notes
+
 # %% ../../nbs/data/01_dicom.ipynb #dc984761
+def _apart(s):
+    "How far, mm, two slices must lie apart along their normal to be at two positions."
+    sizes = (float(_get(s.places, k) or 0) for k in ("SliceThickness", "SpacingBetweenSlices"))
+    return min([0.05 * float(s.pixel.min()), *(0.5 * abs(v) for v in sizes if v)])
+
+
 def _by_position(slices):
     "(lists of the slices at one position each, sorted along the normal; these positions in mm)"
-    slices = sorted(slices, key=lambda s: (int(s.header.get("InstanceNumber") or 0), s.path, s.index))
+    slices = sorted(slices, key=_order)
     along = np.array([s.position for s in slices]) @ slices[0].normal
     order = np.argsort(along, kind="stable")
-    far = np.diff(along[order]) > 0.05 * slices[0].pixel.min()
+    far = np.diff(along[order]) > _apart(slices[0])
     group = np.concatenate([[0], np.cumsum(far)])
     groups = [[] for _ in range(group[-1] + 1)]
     for g, i in zip(group, order): groups[g].append(slices[i])
     return groups, along[order][np.searchsorted(group, np.arange(len(groups)))]
-
-
-def _mm(values, at_most=5):
-    "Positions as text."
-    more = f" and {len(values) - at_most} more" * (len(values) > at_most)
-    return ", ".join(f"{v:.2f}" for v in values[:at_most]) + more + " mm"
 
 # %% ../../nbs/data/01_dicom.ipynb #7d85110b
 def _count_volumes(path, groups, at):
@@ -388,8 +424,8 @@ def _count_volumes(path, groups, at):
     odd = [k for k, c in enumerate(count) if c != usual]
     if not odd: return usual
     numbers = " or ".join(map(str, sorted({count[k] for k in odd})))
-    first = ", ".join(map(str, groups[odd[0]][:4]))
-    raise UserError(f"{path}: at {_mm(at[odd])} along the normal lie {numbers} images, at each other position {usual} "
+    where, first = positions(at[odd]), ", ".join(map(str, groups[odd[0]][:4]))
+    raise UserError(f"{path}: at {where} along the normal lie {numbers} images, at each other position {usual} "
                     f"(first: {first}); remove what is stored twice, or copy what is missing")
 
 # %% ../../nbs/data/01_dicom.ipynb #56fa9178
@@ -426,41 +462,10 @@ def _sort(path, slices, frame):
     return chosen, volumes
 
 # %% ../../nbs/data/01_dicom.ipynb #dac63479
-def _missing(along, odd, usual):
-    "Positions, mm, at which slices are missing: inside of gaps that are a whole number of the usual one."
-    for i in odd:
-        gap = along[i + 1] - along[i]
-        n = round(gap / usual)
-        if abs(gap / usual - n) < 0.25: yield from (along[i] + gap * k / n for k in range(1, n))
-
-# %% ../../nbs/data/01_dicom.ipynb #ea93d2b8
-def _uneven_error(path, slices, along):
-    "The error for slices that are not evenly spaced, with the gaps that are to blame."
-    gaps = np.diff(along)
-    usual = np.median(gaps)
-    far = np.abs(gaps - usual)
-    odd = np.flatnonzero(far > 0.5 * far.max())
-    end = lambda i: f"{slices[i]} ({along[i]:.2f} mm)"
-    text = "; ".join(f"{gaps[i]:.4g} mm between {end(i)} and {end(i + 1)}" for i in odd[:5])
-    if len(odd) > 5: text += f"; and {len(odd) - 5} more"
-    missing = [*_missing(along, odd, usual)]
-    remedy = f"copy the missing slices at {_mm(missing)}" if missing else "resample it with the tool that made it"
-    return UserError(f"{path}: its slices are not evenly spaced: {usual:.4g} mm apart along the normal, but "
-                     f"{text}; {remedy}")
-
-# %% ../../nbs/data/01_dicom.ipynb #e9ce1815
-def _step(path, slices):
-    "((3,) from one slice to the next, LPS mm; how far a slice lies from its even place at most, mm along the normal)"
-    at, normal = np.array([s.position for s in slices]), slices[0].normal
-    step = (at[-1] - at[0]) / (len(at) - 1)
-    apart = at - at[0] - np.arange(len(at))[:, None] * step
-    uneven = np.abs(apart @ normal).max()
-    if uneven > 0.1 * (step @ normal): raise _uneven_error(path, slices, at @ normal)
-    aside = np.linalg.norm(apart - (apart @ normal)[:, None] * normal, axis=1).max()
-    if aside > max(0.05 * slices[0].pixel.min(), 0.02 * np.median(np.diff(at @ normal))):
-        raise UserError(f"{path}: its slices do not lie on a straight line: one lies {aside:.3g} mm beside it; "
-                        "resample it with the tool that made it")
-    return step, uneven
+def _row(path, slices):
+    "Slices at one position each, sorted along their normal, as a row."
+    at, pixel = np.array([s.position for s in slices]), float(slices[0].pixel.min())
+    return Row(path, slices, at, slices[0].normal, pixel, slices[0].size)
 
 # %% ../../nbs/data/01_dicom.ipynb #313e0182
 def _thickness(slices):
@@ -488,17 +493,21 @@ def _stack_notes(step, uneven, gap, thick):
     tilt = float(np.degrees(np.arccos(min(1, gap / np.linalg.norm(step)))))
     if tilt > 0.1:
         yield (f"the stack is sheared by {tilt:.1f}° (gantry tilt); the affine keeps it, {gap:.4g} mm between slices "
-               "along their normal")
+               "along their normal; upright=True (--dicom upright) resamples it")
 
 
-def _stack(path, slices):
-    "((3,) step from slice to slice, LPS mm; notes)"
+def _stack(path, slices, regular=None):
+    "((3,) step from slice to slice, LPS mm; what fills the gaps, or None; notes)"
     normal, thick = slices[0].normal, _thickness(slices)
     if len(slices) == 1:
         size, note = _lone(slices[0], thick)
-        return normal * size, [note]
-    step, uneven = _step(path, slices)
-    return step, [*_stack_notes(step, uneven, float(step @ normal), thick)]
+        return normal * size, None, [note]
+    row, moved = _row(path, slices), None
+    if regular and not (regular is True and row.even()): moved, step = row.regular(regular)
+    elif row.even(): step = row.step()
+    else: raise uneven_error(row)
+    uneven = 0 if moved else row.unevenness()
+    return step, moved, [*(moved.notes if moved else ()), *_stack_notes(step, uneven, float(step @ normal), thick)]
 
 # %% ../../nbs/data/01_dicom.ipynb #6b3367eb
 def _affine(slices, step):
@@ -507,6 +516,29 @@ def _affine(slices, step):
     a[:3, :2] = (first.axes * first.pixel[:, None]).T
     a[:3, 2], a[:3, 3] = step, first.position
     return np.diag([-1.0, -1, 1, 1]) @ a
+
+# %% ../../nbs/data/01_dicom.ipynb #2cdc6704
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    "The grid of a series."
+    affine:np.ndarray  # (4, 4) index (x, y, z) → RAS mm
+    shape:tuple  # (z, y, x) voxels
+    moves:list  # how the slices come there, one after the other; empty: they lie there
+    notes:list
+
+
+def _grid_of(path, slices, options):
+    "The `_Placed` of slices that are sorted."
+    step, moved, notes = _stack(path, slices, options.regular)
+    affine, moves = _affine(slices, step), [moved] * bool(moved)
+    shape = len(moved or slices), *slices[0].size
+    if up := plan_upright(affine, shape) if options.upright else None:
+        told = (f"the stack was sheared by {up.angle:.1f}° (gantry tilt) and was made upright: interpolated linearly "
+                "within its planes")
+        notes = [told if "the affine keeps it" in n else n for n in notes]
+        affine, moves, shape = up.affine, [*moves, up], (shape[0], *up.plane)
+        within(path, "voxels", shape[0] * shape[1] * shape[2])
+    return _Placed(affine, shape, moves, notes)
 
 # %% ../../nbs/data/01_dicom.ipynb #864173f3
 def _refuse_codec(header):
@@ -522,14 +554,124 @@ def _refuse_codec(header):
     raise UserError(f"{header.filename}: its pixels are stored as {name} ({syntax}), for which {remedy}")
 
 # %% ../../nbs/data/01_dicom.ipynb #04c53fa0
+_WHAT, _IN_PIECES = "its pixels cannot be decoded", 2**32 - 1
+_KEYWORDS = {0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData", 0x7FE00010: "PixelData"}
+_OPTIONS = dict(rows="Rows", columns="Columns", samples_per_pixel="SamplesPerPixel", bits_allocated="BitsAllocated",
+    bits_stored="BitsStored", pixel_representation="PixelRepresentation", planar_configuration="PlanarConfiguration")
+
+
+def _options(header, frames):
+    "What pydicom's decoders must know of a file."
+    numbers = {k: int(n) for k, v in _OPTIONS.items() if (n := header.get(v)) is not None and n != ""}
+    kind = header.get("PhotometricInterpretation")
+    return numbers | dict(number_of_frames=frames) | (dict(photometric_interpretation=str(kind)) if kind else {})
+
+
+def _at_pixels(file, header):
+    "(keyword, VR, bytes of the pixels as the file says); the file stands where they begin."
+    syntax = UID(header.file_meta.get("TransferSyntaxUID") or "")
+    order = "<" if syntax.is_little_endian else ">"
+    file.seek(header.at)
+    group, element, vr, length = struct.unpack(f"{order}HH2sH", file.read(8))
+    if syntax.is_implicit_VR: length, vr = struct.unpack(f"{order}I", struct.pack(f"{order}2sH", vr, length))[0], b"OW"
+    else: length = struct.unpack(f"{order}I", file.read(4))[0]
+    return _KEYWORDS[group << 16 | element], vr.decode("ascii"), length
+
+# %% ../../nbs/data/01_dicom.ipynb #b94bcfe4
+def _refuse_length(path, header, length):
+    "Raise where plain pixels are in pieces, or too few."
+    if length == _IN_PIECES:
+        raise UserError(f"{path}: its pixels are stored in pieces, as packed ones are, and its transfer syntax says "
+            "that they are not packed; copy it again from its source")
+    if length >= (need := _pixel_bytes(header)): return
+    size = f"{header.get('NumberOfFrames') or 1} × {header.Rows} × {header.Columns}"
+    raise UserError(f"{path}: is truncated: {size} pixels take {need:,} bytes, and it holds {length:,}; copy it again "
+        "from its source")
+
+
+def _plain(path, header, indices):
+    "Pixels of frames that are not packed."
+    syntax, frames = header.file_meta.TransferSyntaxUID, int(header.get("NumberOfFrames") or 1)
+    with reading(path, _WHAT), dicom_source(path) as file:
+        keyword, vr, length = _at_pixels(file, header)
+        _refuse_length(path, header, length)
+        made = get_decoder(syntax).iter_array(file, indices=indices, view_only=True, pixel_keyword=keyword, pixel_vr=vr,
+            **_options(header, frames))
+        yield from (a for a, _ in made)
+
+# %% ../../nbs/data/01_dicom.ipynb #af7533cf
+_ITEM, _END = b"\xfe\xff\x00\xe0", b"\xfe\xff\xdd\xe0"  # tags of a piece, and behind the last
+
+
+def _pieces(path, file):
+    "[(where, bytes)] of the pieces that follow."
+    found = []
+    while (head := file.read(8))[:4] == _ITEM:
+        found.append((file.tell(), struct.unpack("<I", head[4:])[0]))
+        file.seek(found[-1][1], io.SEEK_CUR)
+    if found and head[:4] in (_END, b"") and sum(found[-1]) <= file.seek(0, io.SEEK_END): return found
+    raise UserError(f"{path}: is truncated: the pieces of its pixels end early; copy it again from its source")
+
+
+def _grouped(pieces, table, frames):
+    "The pieces of each frame; None where nothing tells."
+    if len(pieces) == frames: return [[p] for p in pieces]
+    if frames == 1: return [pieces]
+    starts = [where - pieces[0][0] for where, _ in pieces]
+    if len(table) != frames or not {*table} <= {*starts} or sorted(table) != table: return None
+    ends = [starts.index(t) for t in table] + [len(pieces)]
+    return [pieces[a:b] for a, b in itertools.pairwise(ends)]
+
+# %% ../../nbs/data/01_dicom.ipynb #7d158857
+def _encoded(path, header, file):
+    "What gives the bytes of a frame by its number."
+    frames, start = int(header.get("NumberOfFrames") or 1), file.tell()
+    (where, n), *pieces = _pieces(path, file)
+    file.seek(where)
+    table = file.read(n) or header.get("ExtendedOffsetTable") or b""
+    groups = _grouped(pieces, [*np.frombuffer(table, "<u4" if n else "<u8")], frames)
+    file.seek(start)
+    if groups is None: return [*itertools.islice(generate_frames(file, number_of_frames=frames), frames)].__getitem__
+    def bytes_of(i):
+        within(path, "file", sum(size for _, size in groups[i]))
+        parts = []
+        for at, size in groups[i]:
+            file.seek(at)
+            parts.append(file.read(size))
+        return b"".join(parts)
+    return bytes_of
+
+
+def _packed(path, header, indices):
+    "Frames for the child."
+    frame = _pixel_bytes(header) // int(header.get("NumberOfFrames") or 1)
+    options = _options(header, 1) | dict(syntax=str(header.file_meta.TransferSyntaxUID), pixel_keyword="PixelData")
+    with reading(path, _WHAT), dicom_source(path) as file:
+        if _at_pixels(file, header)[2] != _IN_PIECES:
+            raise UserError(f"{path}: its pixels are stored in one piece, and its transfer syntax says that they are "
+                "packed; copy it again from its source")
+        bytes_of = _encoded(path, header, file)
+        for i in indices:
+            raw = bytes_of(i)
+            if frame > most_pixels(len(raw)): within(path, "ratio", frame // max(1, len(raw)))
+            yield Job(path, "medlab.intake.decoders:dicom_frame", raw, options, frame, _WHAT)
+
+# %% ../../nbs/data/01_dicom.ipynb #ad7c5e6f
 def _pixels(slices):
     "(index, stored pixels) of every slice; each file is opened once."
     files = {}
     for k, s in enumerate(slices): files.setdefault(s.path, []).append(k)
-    for path, ks in files.items():
-        _refuse_codec(slices[ks[0]].header)
-        with reading(path, "its pixels cannot be decoded"), dicom_source(path) as file:
-            yield from zip(ks, iter_pixels(file, indices=[slices[k].index for k in ks]), strict=True)
+    headers = {path: slices[ks[0]].header for path, ks in files.items()}
+    for header in headers.values(): _refuse_codec(header)
+    asked = lambda of, path: of(path, headers[path], [slices[k].index for k in files[path]])
+    packed = [path for path, h in headers.items() if h.file_meta.TransferSyntaxUID.is_encapsulated]
+    order = [k for path in packed for k in files[path]]
+    for k, (stored,) in zip(order, decoded(job for path in packed for job in asked(_packed, path)), strict=True):
+        if stored.shape != slices[k].size:
+            raise UserError(f"{slices[k].path}: {_WHAT}: they are {stored.shape}, its header says {slices[k].size}; "
+                "copy it again from its source")
+        yield k, stored
+    for path in files.keys() - {*packed}: yield from zip(files[path], asked(_plain, path), strict=True)
 
 # %% ../../nbs/data/01_dicom.ipynb #8f452f6c
 def _padding(header):
@@ -549,24 +691,62 @@ def _padding_note(count, size, values):
             "nothing was measured there; they were left as they are")
 
 # %% ../../nbs/data/01_dicom.ipynb #e5f039a7
+def _room(slices, canonical):
+    "(z, y, x) float32 in the order of the files; it lies in memory as it will when it is turned."
+    first, shape = slices[0], (len(slices), *slices[0].size)
+    return _laid(shape[::-1], _affine(slices, first.normal)).T if canonical else np.empty(shape, np.float32)
+
+
 def _rescale(stored, places):
     "Stored numbers in the units of the modality (PS3.3 C.7.6.16.2.9)."
     return stored * float(_get(places, "RescaleSlope", 1)) + float(_get(places, "RescaleIntercept", 0))
 
 
-def _fill(slices):
+def _put(out, stored, places):
+    "Write stored numbers in the units of the modality; in float32 where that is exact, as of CT."
+    slope, more = float(_get(places, "RescaleSlope", 1)), float(_get(places, "RescaleIntercept", 0))
+    whole = stored.dtype.kind in "iu" and stored.dtype.itemsize < 3 and slope.is_integer() and more.is_integer()
+    if whole and abs(slope) * 2**16 + abs(more) <= 2**24:
+        if slope != 1: stored = np.multiply(stored, np.float32(slope), out=out, dtype=np.float32)
+        np.add(stored, np.float32(more), out=out, dtype=np.float32)
+        return
+    with np.errstate(invalid="ignore", over="ignore"): out[...] = _rescale(stored, places)
+
+
+def _fill(slices, canonical=False):
     "((z, y, x) float32 in the units after rescaling; notes)"
     within(slices[0].path, "voxels", len(slices) * int(np.prod(slices[0].size)))
-    data = np.empty((len(slices), *slices[0].size), np.float32)
+    data = _room(slices, canonical)
     count, values = 0, set()
     padding = {id(s.header): _padding(s.header) for s in slices}
     for k, stored in _pixels(slices):
         places, ends = slices[k].places, padding[id(slices[k].header)]
-        with np.errstate(invalid="ignore", over="ignore"): data[k] = _rescale(stored, places)
+        _put(data[k], stored, places)
         n = np.count_nonzero((stored >= ends[0]) & (stored <= ends[1])) if ends else 0
         if n: values |= {_rescale(e, places) for e in ends}
         count += int(n)
     return data, [_padding_note(count, data.size, values)] if count else []
+
+# %% ../../nbs/data/01_dicom.ipynb #b7c8d45d
+def _unmeasured(slices, data):
+    "(where slices hold padding, (z, y, x) bool; the padding's lowest value, or None)"
+    found, low, ends = np.zeros(data.shape, bool), [], {id(s.header): _padding(s.header) for s in slices}
+    for k, s in enumerate(slices):
+        if not (e := ends[id(s.header)]): continue
+        a, b = sorted(np.float32(_rescale(v, s.places)) for v in e)
+        found[k] = (data[k] >= a) & (data[k] <= b)
+        low.append(float(a))
+    return found, min(low, default=None)
+
+
+def _moved(slices, data, moves, fill):
+    "(the slices on another grid, notes)"
+    unseen, low = _unmeasured(slices, data)
+    for m in moves: data, unseen = m.apply(data, unseen)
+    if not (n := int(np.count_nonzero(unseen))): return data, []
+    if fill is None: fill = float(np.min(data, where=~unseen, initial=np.inf)) if low is None else low
+    data[unseen] = fill
+    return data, [f"{n:,} voxels ({100 * n / data.size:.1f} %) hold {fill:g}: no slice measured anything there"]
 
 # %% ../../nbs/data/01_dicom.ipynb #cea2c059
 def _file_notes(first, others, frame, volumes):
@@ -593,17 +773,20 @@ def read_dicom(
     frame:int=None,  # which volume, from 0, where the series holds several at each position; None: the only one
     canonical:bool=True,  # turn the axes to RAS+; False: columns, rows and slices as stored
     finite:bool=True,  # refuse NaN and Inf; False: hand them on
+    stack=None,  # name of one of several stacks in the series, as the error lists them; None: the only one
+    upright:bool=False,  # resample a stack that a tilted gantry sheared to right angles; False: the affine keeps it
+    regular=None,  # fill gaps between slices by interpolation: True, or their distance in mm; None: refuse gaps
+    fill:float=None,  # of voxels that no slice measured, where it resamples; None: the padding, or the lowest value
 ) -> Volume:  # float32 (z, y, x), RescaleSlope and RescaleIntercept applied
     "Read one DICOM series, classic or Enhanced, as a volume; raises `UserError` for what is none."
-    path = Path(path)
+    path, options = Path(path), DicomOptions(upright, regular, stack, fill)
     with reading(path):
         headers, others = _headers(path)
-        slices = [s for h in _one_series(path, headers, series) for s in _slices(h)]
-        _refuse_mixture(path, slices)
-        _refuse_copies(path, slices)
+        slices, first = _chosen(path, headers, series, options.stack)
         slices, volumes = _sort(path, slices, frame)
-        step, notes = _stack(path, slices)
-        data, more = _fill(slices)
+        placed = _grid_of(path, slices, options)
+        data, more = _fill(slices, canonical)
         if finite: _refuse_nonfinite(path, data.T)
-        notes = *notes, *more, *_file_notes(slices[0].header, others, frame, volumes)
-    return _as_volume(path, slices[0].header, data, _affine(slices, step), canonical, notes)
+        if placed.moves: data, more = _moved(slices, data, placed.moves, options.fill)
+        notes = *first, *placed.notes, *more, *_file_notes(slices[0].header, others, frame, volumes)
+    return _as_volume(path, slices[0].header, data, placed.affine, canonical, notes)

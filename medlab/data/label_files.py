@@ -16,6 +16,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core import UnknownName, UserError
+from ..geometry.options import DicomOptions
 from ..intake.opened import lies_there
 from ..intake.texts import read_csv, read_json
 from .cases import phantom_name
@@ -32,7 +33,9 @@ class LabelledCase:
     images:tuple  # of Path, a channel each
     label:Path = None  # None: unknown, as in prediction
     split:str = ""  # "train", "val" or "test" where a list says so
+    patient:str = ""  # where a list says so; "": the name says it
     fault:str = ""  # why it cannot be used whatever its files hold; "": nothing known
+    dicom:DicomOptions = DicomOptions()  # how a series is read where it leaves it open
 
     @property
     def files(self) -> dict:
@@ -50,7 +53,7 @@ def read(self:LabelledCase,
 ) -> dict:  # images: list of volumes; label: a volume or None
     "Its images and its mask; raises `UserError` where a file is unsound."
     mask = read_volume(self.label) if self.label and label else None
-    return dict(images=[read_scan(p) for p in self.images], label=mask)
+    return dict(images=[read_scan(p, dicom=self.dicom) for p in self.images], label=mask)
 
 # %% ../../nbs/data/11_label_files.ipynb #fa9361d9
 @patch
@@ -161,10 +164,10 @@ def _paths(folder, text):
 # %% ../../nbs/data/11_label_files.ipynb #f40cf8bd
 def _refuse_row(path, i, row):
     "Raise where a row of a list is no entry."
-    odd = row.keys() - {"image", "label", "case", "split", "fold", None} if isinstance(row, dict) else ()
+    odd = row.keys() - {"image", "label", "case", "patient", "split", "fold", None} if isinstance(row, dict) else ()
     if odd:
         first = sorted(odd)[0]
-        raise UnknownName(f"column in {path.name}", first, ("image", "label", "case", "split"))
+        raise UnknownName(f"column in {path.name}", first, ("image", "label", "case", "patient", "split"))
     if not isinstance(row, dict) or not row.get("image"):
         raise UserError(f"{path}: entry {i} has no image; every entry needs image and label, such as "
                         "{\"image\": \"a.nii.gz\", \"label\": \"a-seg.nii.gz\"}")
@@ -186,7 +189,8 @@ def _entry(path, i, row):
     images = [p for t in texts for p in _paths(path.parent, t)]
     label = _paths(path.parent, row["label"])[0] if row.get("label") else None
     name = str(row.get("case") or re.sub(r"_0000$", "", file_stem(images[0])))
-    return LabelledCase(name, tuple(images), label, split, _list_fault(images, label))
+    patient = str(row.get("patient") or "").strip()
+    return LabelledCase(name, tuple(images), label, split, patient, _list_fault(images, label))
 
 # %% ../../nbs/data/11_label_files.ipynb #10dba7dd
 def _entries(path, rows):
@@ -272,9 +276,23 @@ def _cases_at(root):
     file = root / "dataset.json"
     return [*_in_folders(*(_pair(root) or (root, None)))], read_json(file) if file.exists() else {}
 
+# %% ../../nbs/data/11_label_files.ipynb #bf2ad9f6
+def _refuse_twice(root, cases):
+    "Raise where two cases have one name."
+    first = {}
+    for c in cases:
+        a = first.setdefault(c.name, c)
+        if a is c: continue
+        sides = [x.split or "train" for x in (a, c)]
+        if a.images == c.images and sides[0] != sides[1]:
+            raise UserError(f"{root}: {c.images[0].name} stands in {sides[0]} and in {sides[1]}: its score would be "
+                "that of a scan that was trained on; leave it on one side")
+        raise UserError(f"{root}: {c.name!r} is the name of two cases; name them in the column case")
+
 # %% ../../nbs/data/11_label_files.ipynb #c5336a08
 def find_labelled(
     root,  # a folder in one of the layouts above, a list, or one volume
+    dicom:DicomOptions=DicomOptions(),  # how every series is read where it leaves it open
 ) -> Found:
     "Find labelled cases, sorted by name; raises `UserError` where there is none, and for lists that cannot be read."
     root = Path(root).expanduser()
@@ -285,7 +303,7 @@ def find_labelled(
     if not cases:
         raise UserError(f"no case in {root}; looked for images/ and labels/, imagesTr/ and labelsTr/, dataset.json, "
                         f"or {' and '.join(NIFTI)} files")
-    twice = [n for n, k in Counter(c.name for c in cases).items() if k > 1]
-    if twice: raise UserError(f"{root}: {twice[0]!r} is the name of two cases; name them in the column case")
+    _refuse_twice(root, cases)
     source = root / "dataset.json" if root.is_dir() else root
-    return Found(sorted(cases, key=lambda c: c.name), *_label_names(source, meta))
+    cases = [replace(c, dicom=dicom) for c in sorted(cases, key=lambda c: c.name)]
+    return Found(cases, *_label_names(source, meta))

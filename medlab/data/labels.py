@@ -27,6 +27,12 @@ def _bad(x):
     if low < 0: return f"holds {int(low)} ({int((x < 0).sum()):,} voxels); labels are ≥ 0"
     if high > LARGEST: return f"holds {high:g}; labels end at {LARGEST:,}: is it an image?"
 
+def _as_bytes(x):
+    "The same numbers in one byte each, a quarter of the reading; None where they are not whole, or not from 0 to 255."
+    if x.dtype == np.uint8 or x.dtype.kind not in "iuf": return x if x.dtype == np.uint8 else None
+    with np.errstate(invalid="ignore"): small = x.astype(np.uint8)
+    return small if np.array_equal(small, x) else None
+
 # %% ../../nbs/data/10_labels.ipynb #baad2179
 def label_ids(
     labels:np.ndarray,  # of a mask, any shape and type
@@ -34,8 +40,9 @@ def label_ids(
     "The ids in a mask; raises `UserError` for fractions, negative numbers, NaN, and numbers that no mask has."
     x = np.asarray(labels)
     if not x.size: raise UserError("is empty: it has no voxel")
-    if why := _bad(x): raise UserError(why)
-    counts = np.bincount(x.ravel().astype(np.int64))
+    small = _as_bytes(x)
+    if small is None and (why := _bad(x)): raise UserError(why)
+    counts = np.bincount((x.astype(np.int64) if small is None else small).ravel())
     return {int(i): int(counts[i]) for i in counts.nonzero()[0]}
 
 # %% ../../nbs/data/10_labels.ipynb #9fe316a1
@@ -106,9 +113,10 @@ def encode(self:LabelTable,
 ) -> np.ndarray:  # uint8 classes, IGNORE where unknown
     "Ids to classes; raises `UserError` for what is no id, or none of this table."
     _refuse_unknown(self, labels)
-    table = np.full(max(*self.ids, self.ignore or 0) + 1, IGNORE, np.uint8)
+    x, table = np.asarray(labels), np.full(max(*self.ids, self.ignore or 0) + 1, IGNORE, np.uint8)
     table[list(self.ids)] = np.arange(len(self.ids))
-    return table[np.asarray(labels).astype(np.int64)]
+    small = _as_bytes(x)
+    return table.take(x.astype(np.int64) if small is None else small)
 
 # %% ../../nbs/data/10_labels.ipynb #0b58e593
 @patch

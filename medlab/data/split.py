@@ -26,6 +26,7 @@ class Split:
     seed:int = 0  # of the run, where the split was drawn
     note:str = ""  # what a small data set made impossible; "": nothing
     gone:dict = field(default_factory=dict)  # name → part: held-out cases that cannot be used any more
+    stored:bool = field(default=False, compare=False)  # it comes from a run, which looked for leaks when it began
 
     def __post_init__(self):
         twice = sorted(n for n, k in Counter(self.names).items() if k > 1)
@@ -103,6 +104,44 @@ def _draw(patients, seed, val, test):
     n_train, n_val, _ = _parts(len(patients), val, test)
     return {patients[i]: 0 if k < n_train else 1 if k < n_train + n_val else 2 for k, i in enumerate(order)}
 
+# %% ../../nbs/data/03_split.ipynb #817bc74a
+def _in_classes(patients, seed, by):
+    "Patients in a row by class, those of a class shuffled; by: name of a patient → class."
+    order = [patients[i] for i in torch.randperm(len(patients), generator=generator(seed, "split")).tolist()]
+    return sorted(order, key=lambda p: str(by[p]))
+
+
+def _every(row, n, start):
+    "n of a row, evenly spread; start: in [0, 1)."
+    at = [int((i + start) * len(row) / n) for i in range(n)]
+    return [row[i] for i in at]
+
+
+def _stratify(patients, seed, val, test, by):
+    "As `_draw`, each part with its share of each class."
+    row, start = _in_classes(patients, seed, by), torch.rand(2, generator=generator(seed, "strata")).tolist()
+    _, n_val, n_test = _parts(len(row), val, test)
+    tested = {*_every(row, n_test, start[0])}
+    watched = {*_every([p for p in row if p not in tested], n_val, start[1])}
+    return {p: 2 if p in tested else 1 if p in watched else 0 for p in row}
+
+# %% ../../nbs/data/03_split.ipynb #e926be0e
+def _refuse_folds(folds, fold, patients, test):
+    "Raise `UserError` for folds that cannot be; the patients left for them."
+    left = patients - _parts(patients, 0, test)[2]
+    if folds < 2: raise UserError(f"folds={folds}: at least 2 are needed, of which one is held out; 0 for none")
+    if not 0 <= fold < folds: raise UserError(f"fold={fold} must be one of 0 to {folds - 1}: there are {folds} folds")
+    if folds > left: raise UserError(f"folds={folds} of {left} patients: each fold needs one; take {left} or fewer, or "
+        "test=0")
+
+
+def _deal(patients, seed, test, by, folds, fold):
+    "As `_draw`: a fold is validation, and the test part is none of any fold."
+    _refuse_folds(folds, fold, len(patients), test)
+    tested = {p for p, part in _stratify(patients, seed, 0, test, by).items() if part == 2}
+    row = [p for p in _in_classes(patients, seed, by) if p not in tested]
+    return dict.fromkeys(tested, 2) | {p: int(i % folds == fold) for i, p in enumerate(row)}
+
 # %% ../../nbs/data/03_split.ipynb #e42307bc
 def _empty_note(patients, **parts):
     "Which parts that were asked for stay empty, as a sentence; part → (share, names)."
@@ -111,20 +150,39 @@ def _empty_note(patients, **parts):
     return f"{patients} patient{'s' * (patients > 1)} only: {' and '.join(empty)} stay{'s' * (len(empty) == 1)} empty"
 
 # %% ../../nbs/data/03_split.ipynb #7d4e4622
+def _classes_of(names, group, by):
+    "patient → the class that most of his cases have, the first of several."
+    if by is None: return None
+    told, found = (by if callable(by) else lambda n: by[n]), {}
+    for n in names:
+        try: found.setdefault(group(n), []).append(str(told(n)))
+        except KeyError as e:
+            raise UserError(f"{n!r} has no class in by, which holds {len(by)}; each case needs one, if only 'unknown'"
+                ) from e
+    return {p: Counter(sorted(own)).most_common(1)[0][0] for p, own in found.items()}
+
+
 def split_cases(
     names,  # names of the sound cases
     seed:int,  # of the run
     val:float=0.15,  # share of patients, in [0, 1); 0: none
     test:float=0.15,  # share of patients, in [0, 1); 0: none
     group=patient_of,  # name → patient; cases of one patient stay together
+    by=None,  # function or dict, name → class, of which each part gets its share; None: by chance
+    folds:int=0,  # so many parts, of which `fold` is validation, whatever `val` says; 0: none
+    fold:int=0,  # from 0 on
 ) -> Split:
-    "Split by patient, train never empty; raises `UserError` for doubled names or impossible shares."
+    "Split by patient, train never empty; raises `UserError` for doubled names, impossible shares and folds."
     names = sorted(map(str, names))
     if not names: raise UserError("no case to split: the list of names is empty, and at least one is needed; a "
         "folder that is not there gives none to glob() and os.walk(), so look at where they are found")
     if not (0 <= val and 0 <= test and val + test < 1):
         raise UserError(f"shares val={val}, test={test} must be ≥ 0 and sum to less than 1")
     patients = sorted({group(n) for n in names})
-    part = _draw(patients, seed, val, test)
+    classes = _classes_of(names, group, by)
+    if folds: part = _deal(patients, seed, test, classes or dict.fromkeys(patients, ""), folds, fold)
+    elif classes: part = _stratify(patients, seed, val, test, classes)
+    else: part = _draw(patients, seed, val, test)
     lists = [[n for n in names if part[group(n)] == p] for p in range(3)]
+    if folds: return Split(*lists, seed, f"fold {fold} of {folds}")
     return Split(*lists, seed, _empty_note(len(patients), val=(val, lists[1]), test=(test, lists[2])))

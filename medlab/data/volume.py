@@ -117,11 +117,14 @@ def _rest(path, source, head, need):
         source.seek(0)
         return io.BytesIO(source.read(need))
     made = io.BytesIO()
+    made.seek(need - 1)
+    made.write(b"\0")  # of its full size at once: growing it would copy what is there
+    made.seek(0)
     made.write(head)
-    while (missing := need - made.tell()) > 0:
-        if not made.write(source.read(min(missing, 2**22))):
-            raise UserError(f"{path}: is truncated: it holds {made.tell():,} of {need:,} bytes; copy it again from its "
-                "source")
+    for piece in source.pieces(need - len(head)): made.write(piece)
+    if made.tell() < need:
+        raise UserError(f"{path}: is truncated: it holds {made.tell():,} of {need:,} bytes; copy it again from its "
+            "source")
     source.end(limits().header)
     made.seek(0)
     return made
@@ -176,7 +179,7 @@ def _promised(path, head, cls):
 
 # %% ../../nbs/data/00_volume.ipynb #1e592154
 def _open(path):
-    "(nibabel's image, voxel sizes as the header has them, before any correction)"
+    "(nibabel's image, voxel sizes as the header has them, before any correction, the file's bytes)"
     with _source(path) as source:
         head = source.read(_HEAD)
         cls = _kind(path, head)
@@ -186,7 +189,7 @@ def _open(path):
         raw = _rest(path, source, head, need)
     with _quietly(path):
         header = cls.header_class(head[:cls.header_class.sizeof_hdr], check=False)
-        return cls.from_stream(raw), header["pixdim"][1:4]
+        return cls.from_stream(raw), header["pixdim"][1:4], raw
 
 
 def read_grid(
@@ -263,13 +266,32 @@ def _notes(header, sizes):
 # %% ../../nbs/data/00_volume.ipynb #050af3f3
 def _refuse_nonfinite(path, data):
     "Raise for NaN and Inf; the array is in the file's order (x, y, z)."
-    if np.isfinite(data).all(): return
+    with np.errstate(all="ignore"): total = data.sum(dtype=np.float32) if data.dtype == np.float32 else np.nan
+    if np.isfinite(total) or np.isfinite(data).all(): return  # a finite sum has finite terms, and is sooner there
     nan, inf = int(np.isnan(data).sum()), int(np.isinf(data).sum())
     first = tuple(int(i) for i in np.argwhere(~np.isfinite(data))[0])
     raise UserError(f"{path}: holds {nan:,} NaN and {inf:,} Inf among {data.size:,} voxels, the first at voxel "
                     f"(x, y, z) = {first} of the file; mend the step that made them")
 
 # %% ../../nbs/data/00_volume.ipynb #d2ed71ea
+def _laid(shape, affine):
+    "(x, y, z) float32 in a file's order; it lies in memory as it will when it is turned to RAS+, which copies nothing."
+    axis, flip = nib.io_orientation(affine).T.astype(int)
+    held = np.empty(np.array(shape)[np.argsort(axis)][::-1], np.float32).T.transpose(axis)
+    return held[tuple(slice(None, None, f) for f in flip)]
+
+
+def _values(image, raw, shape, canonical):
+    "(x, y, z) float32 in a file's order, scaled as its header says."
+    of = image.dataobj
+    plain = of.slope == 1 and of.inter == 0 and of.dtype.kind in "iuf"
+    if plain: stored = np.frombuffer(raw.getbuffer(), of.dtype, math.prod(shape), of.offset).reshape(shape, order="F")
+    else: stored = image.get_fdata(dtype=np.float32, caching="unchanged").reshape(shape)
+    data = _laid(shape, image.affine if canonical else np.eye(4))
+    data[...] = stored
+    return data
+
+
 def read_volume(
     path,  # a .nii or .nii.gz file
     canonical:bool=True,  # turn the axes to RAS+; False: as the file stores them
@@ -283,9 +305,9 @@ def read_volume(
     there. `.affine` takes an index (x, y, z) of the array to RAS mm; `write_volume` goes back to the file's axes."""
     path = Path(path)
     with reading(path):
-        image, sizes = _open(path)
+        image, sizes, raw = _open(path)
         shape = _refuse_odd(path, image)
-        with np.errstate(over="ignore"): data = image.get_fdata(dtype=np.float32, caching="unchanged").reshape(shape)
+        with np.errstate(over="ignore", invalid="ignore"): data = _values(image, raw, shape, canonical)
         if finite: _refuse_nonfinite(path, data)
         grid = Grid(tuple(shape), image.affine, image.header.binaryblock)
         turned = nib.Nifti1Image(data, image.affine)

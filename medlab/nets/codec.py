@@ -21,6 +21,7 @@ from monai.apps.generation.maisi.networks.autoencoderkl_maisi import Autoencoder
 from torch import Tensor, nn
 
 from ..core import UserError
+from ..intake.opened import reading
 from .streaming import stream
 
 # %% ../../nbs/nets/04_codec.ipynb #7fdd6a03
@@ -75,13 +76,9 @@ def read_tensors(
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} is no file; give that of the autoencoder, such as autoencoder_v1.pt")
-    try:
+    with reading(path, "cannot be read as weights", "give a .safetensors, or a .pt of tensors alone"):
         if path.suffix == ".safetensors": return safetensors.torch.load_file(path)
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as e:
-        why = " ".join(str(e).split())[:200]
-        raise UserError(f"{path} cannot be read as weights ({type(e).__name__}: {why}); give a .safetensors, or a .pt "
-            "of tensors alone") from e
     return _tensors(held, path)
 
 # %% ../../nbs/nets/04_codec.ipynb #efefd8cc

@@ -16,12 +16,15 @@ import numpy as np
 from fastcore.basics import patch
 from pydicom.uid import UID
 
+from ..cohort.fingerprint import fingerprint
 from ..cohort.identity import patient_of, without_visit
 from ..core import UnknownName, UserError
 from ..data.cases import Check, _folders, _rename_doubles, inspect_each
 from ..data.dicom import NAMED, is_dicom
 from ..data.images import NIFTI, RASTER, TIFF, file_stem, is_volume, maker_facts
 from ..data.volume import _refuse_nonfinite, read_volume
+from ..geometry.options import DicomOptions
+from ..geometry.parts import part_number
 from ..intake.opened import lies_there, size_of
 from ..intake.texts import read_csv
 from ..preflight.faults import FaultTable, fault_table
@@ -47,6 +50,7 @@ class OCTCase:
     index:int = 0  # which volume of a vendor's file
     fault:str = ""  # why it cannot be used whatever its files hold; "": nothing known
     notes:tuple = ()  # how it was found, a sentence each
+    dicom:DicomOptions = DicomOptions()  # how DICOM is read where it leaves it open
 
     def __post_init__(self):
         if not self.patient: object.__setattr__(self, "patient", patient_of(self.name))
@@ -72,7 +76,7 @@ def read(self:OCTCase) -> OCTScan:
     "The volume and what its file says; raises `UserError` where it cannot be read, or is none."
     if self.fault: raise UserError(self.fault)
     first, facts = self.paths[0], (self.patient, self.eye, self.manufacturer)
-    if self.kind == "dicom": scan = read_oct_dicom(self.paths)
+    if self.kind == "dicom": scan = read_oct_dicom(self.paths, self.dicom)
     elif self.kind == "vendor": scan = read_vendor_file(first, self.index)
     elif self.kind == "nifti":
         volume = read_volume(first)
@@ -183,6 +187,7 @@ def _dicom_cases(root, paths):
         if not h.get("Rows") and "Image Storage" not in kind: continue  # an index, or what was given above
         many, uid = int(h.get("NumberOfFrames") or 1) > 1, str(h.get("SeriesInstanceUID") or "")
         key = p if many or not (uid or is_placed(h)) else uid
+        if part_number(h): key = "part of", str(h.get("ConcatenationUID"))
         series.setdefault(key, []).append((int(h.get("InstanceNumber") or 0), p, h))
     for files in series.values(): yield _series_case(root, files)
 
@@ -268,11 +273,12 @@ def _found(root):
 # %% ../../nbs/oct/02_files.ipynb #211ab4e7
 def find_oct(
     root,  # a folder at any depth, one file, or a list (.csv)
+    dicom:DicomOptions=DicomOptions(),  # how every series is read where it leaves it open
 ) -> list:  # of `OCTCase`, sorted by name; those that cannot be read among them
     "Find OCT volumes; raises `UserError` where there is none. Reads headers only, but of a vendor's file the whole."
     root = Path(root).expanduser()
     if not lies_there(root): raise UserError(f"{root} does not exist; give a folder, a file, or a list of OCT volumes")
-    cases = _found(root)
+    cases = [replace(c, dicom=dicom) for c in _found(root)]
     if not cases:
         raise UserError(f"no OCT volume in {root}; looked for DICOM, {', '.join((*NIFTI, *TIFF, *RASTER))} and "
                         f"vendors' files ({', '.join(VENDOR_FILES)}), or a list with the column path")
@@ -295,6 +301,7 @@ def inspect_oct_case(
         return check
     check.shape, check.spacing = scan.data.shape, scan.spacing
     check.ranges["oct"] = tuple(np.percentile(scan.data[scan.seen], (1, 99)).tolist())
+    check.prints["oct"] = fingerprint(scan.data)
     check.see("oct", scan.data, scan.spacing)
     for note in scan.notes: check.say("", note, fatal=False)
     gone = int((~scan.seen).sum())

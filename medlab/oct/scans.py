@@ -8,23 +8,22 @@ __all__ = ['UNKNOWN', 'MAKERS', 'VENDOR_FILES', 'OCTScan', 'domain_of', 'oct_hea
            'read_vendor_file']
 
 # %% ../../nbs/oct/01_scans.ipynb #2caf13a2
-import logging
 import re
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tifffile
-from PIL import Image as Pillow
-from PIL import ImageSequence
 from pydicom.uid import UID
 
-from ..core import UserError, optional
+from ..core import UserError, optional, printable
 from ..data.dicom import (_fill, _get, _places, _refuse_codec, _refuse_frames, _Slice, known_patient, read_dicom,
                                read_header)
-from ..data.images import _grey, read_image
+from ..data.images import _grey, _refuse_pixels, read_images, tiff_pages
 from ..data.volume import Volume
+from ..geometry.options import DicomOptions
+from ..geometry.parts import join_parts, part_number
+from ..intake.decoders import listening
 from ..intake.opened import opened, reading, within
 
 # %% ../../nbs/oct/01_scans.ipynb #4f0f2d57
@@ -106,7 +105,8 @@ def header_facts(
     "Whose scan a DICOM file is, of which eye, and by whose device."
     eyes = {eye_of(str(s)) for s in _sides(header)} - {""}
     maker = str(header.get("Manufacturer") or header.get("ManufacturerModelName") or "")
-    return known_patient(str(header.get("PatientID") or "")), eyes.pop() if len(eyes) == 1 else "", domain_of(maker, "")
+    eye = eyes.pop() if len(eyes) == 1 else ""
+    return known_patient(str(header.get("PatientID") or "")), eye, domain_of(printable(maker, 200), "")
 
 # %% ../../nbs/oct/01_scans.ipynb #5b928bd9
 def _refuse_empty(header):
@@ -152,7 +152,8 @@ def _refuse_colours(header):
 
 def _unplaced(path, headers):
     "An OCT volume whose frames have no place in the patient."
-    headers = sorted(headers, key=lambda h: int(h.get("InstanceNumber") or 0))
+    headers, told = join_parts(path, headers)
+    headers = sorted(headers, key=lambda h: (int(h.get("InstanceNumber") or 0), part_number(h)))
     for h in headers:
         _refuse_colours(h)
         _refuse_codec(h)
@@ -165,7 +166,7 @@ def _unplaced(path, headers):
                         f"{slices[0].size[0]}×{slices[0].size[1]}; put those of one volume into a folder of their own")
     data, more = _fill(slices)
     sizes, notes = _sizes(every[0][2])
-    return data, sizes, [*notes, *more]
+    return data, sizes, [*told, *notes, *more]
 
 # %% ../../nbs/oct/01_scans.ipynb #8f138f6c
 def is_placed(
@@ -179,6 +180,7 @@ def is_placed(
 # %% ../../nbs/oct/01_scans.ipynb #68ba99b0
 def read_oct_dicom(
     paths,  # one file of many frames, or the files of one series
+    dicom:DicomOptions=DicomOptions(),  # how it is read where it leaves it open
 ) -> OCTScan:
     "Read an OCT volume from DICOM; raises `UserError` for what is none."
     headers = [oct_header(p) for p in paths]
@@ -187,7 +189,7 @@ def read_oct_dicom(
     patient, eye, maker = header_facts(first)
     if all(map(is_placed, headers)) and sum(int(h.get("NumberOfFrames") or 1) for h in headers) > 1:
         uid = str(first.get("SeriesInstanceUID") or "")
-        volume = read_dicom(where, uid if len(paths) > 1 else None, canonical=False)
+        volume = read_dicom(where, uid if len(paths) > 1 else None, canonical=False, **vars(dicom))
         data, sizes, notes = volume.data, volume.spacing, list(volume.notes)
     else: data, sizes, notes = _unplaced(where, headers)
     if not eye: notes = [*notes, "which eye it is, is stored nowhere"]
@@ -201,52 +203,16 @@ def natural(
     return [(int(t), "") if t.isdigit() else (-1, t) for t in re.split(r"(\d+)", Path(path).name.lower()) if t]
 
 
-class _Heard(threading.local):
-    "Errors that tifffile logged while this thread reads a file; None: it reads none."
-    lines = None
-
-
-_heard = _Heard()
-
-
-def _hear(record):
-    "Whether to let a message of tifffile pass, which is kept while this thread reads."
-    if _heard.lines is None: return True
-    if record.levelno >= logging.ERROR: _heard.lines.append(record.getMessage())
-    return False
-
-
-logging.getLogger("tifffile").addFilter(_hear)
-
 # %% ../../nbs/oct/01_scans.ipynb #ed632174
-def _heard_while(read, path):
-    "(what `read` makes of an opened TIFF, errors that were only logged)"
-    _heard.lines = []
-    try:
-        with opened(path) as raw, tifffile.TiffFile(raw) as f:
-            within(path, "frames", len(f.pages))
-            return read(f), list(_heard.lines)
-    finally: _heard.lines = None
-
-
 def page_count(
     path,  # a TIFF
 ) -> int:  # 1 for what cannot be opened, which reading will tell
     "Pages of a TIFF."
-    try: return _heard_while(lambda f: len(f.pages), path)[0]
-    except Exception: return 1  # tifffile raises whatever a damaged file leads it to
-
-# %% ../../nbs/oct/01_scans.ipynb #aba47060
-def _tiff_frames(path):
-    "The pages of a TIFF as arrays."
     try:
-        made, errors = _heard_while(lambda f: [page.asarray() for page in f.pages], path)
-        if errors: raise OSError(f"truncated: {errors[0]}")
-        return made
-    except ValueError as e:
-        if "imagecodecs" not in str(e): raise
-    with opened(path) as raw, Pillow.open(raw) as image:
-        return [np.asarray(frame) for frame in ImageSequence.Iterator(image)]
+        with reading(path), opened(path) as raw, listening(), tifffile.TiffFile(raw) as f:
+            within(path, "frames", len(f.pages))
+            return len(f.pages)
+    except UserError: return 1
 
 # %% ../../nbs/oct/01_scans.ipynb #2845ff29
 def _refuse_uneven(where, frames):
@@ -263,7 +229,8 @@ def read_pages(
     path,  # a TIFF
 ) -> tuple:  # ((z, y, x) float32, notes)
     "Read a TIFF of one B-scan a page; raises `UserError` where it cannot be read."
-    with reading(path, "cannot be decoded"): every = _tiff_frames(path)
+    with opened(path) as raw: every = tiff_pages(path, raw)
+    for a in every: _refuse_pixels(path, a)
     grey = [_grey(path, a) for a in every]
     _refuse_uneven(path, [(f"page {i}", a) for i, (a, _) in enumerate(grey)])
     return np.stack([a for a, _ in grey]).astype(np.float32), list(dict.fromkeys(n for _, ns in grey for n in ns))
@@ -273,7 +240,7 @@ def read_stack(
     paths,  # images, in their order
 ) -> tuple:  # ((z, y, x) float32, notes)
     "Read images of one B-scan each; raises `UserError` where one cannot be read, or they differ in size."
-    images = [read_image(p) for p in paths]
+    images = [*read_images(paths)]
     _refuse_uneven(paths[0].parent, [(p.name, i.data) for p, i in zip(paths, images)])
     return np.stack([i.data for i in images]), list(dict.fromkeys(n for i in images for n in i.notes))
 
@@ -293,11 +260,12 @@ def vendor_volumes(
     if reader == "IMG" and path.with_suffix(".hdr").exists():
         raise UserError(f"{path}: is half of an Analyze image, not Zeiss's; convert it to NIfTI")
     library = optional("oct_converter.readers", "oct")
-    try: found = getattr(library, reader)(path).read_oct_volume()
-    except Exception as e:  # whatever a damaged file leads it to
-        why, remedy = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}", "export it again, or as DICOM"
-        if "fromstring" in why: remedy = "it needs NumPy below 2.3, as the extra has it: pip install 'medlab[oct]'"
-        raise UserError(f"{path}: OCT-Converter cannot read it ({why}); {remedy}") from e
+    with reading(path, "OCT-Converter cannot read it", "export it again, or as DICOM"):
+        try: found = getattr(library, reader)(path).read_oct_volume()
+        except (ValueError, AttributeError) as e:
+            if "fromstring" not in str(e): raise
+            raise UserError(f"{path}: OCT-Converter cannot read it ({e}); it needs NumPy below 2.3, as the extra has "
+                "it: pip install 'medlab[oct]'") from e
     found = found if isinstance(found, list) else [found]
     if not any(v is not None and len(v.volume) for v in found): raise UserError(f"{path}: holds no OCT volume")
     return [v for v in found if v is not None and len(v.volume)]

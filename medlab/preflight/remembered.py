@@ -54,10 +54,10 @@ def settled(
     "Whether there are files, none of which has changed so lately that it may change again unseen."
     return bool(stamps) and max(s[2] for s in stamps) < (now - FRESH) * 1e9
 
-# %% ../../nbs/preflight/00_remembered.ipynb #8063c6e6
+# %% ../../nbs/preflight/00_remembered.ipynb #b43b2cec
 LIBRARIES = ("numpy", "scipy", "nibabel", "pydicom", "pillow", "tifffile", "python-gdcm", "pylibjpeg",
              "pylibjpeg-openjpeg", "pylibjpeg-libjpeg", "oct-converter", "torch", "monai")
-ROOMS = ("preflight", "intake", "cohort", "data", "slices", "oct")  # of medlab, that read and judge
+ROOMS = ("preflight", "intake", "cohort", "geometry", "data", "slices", "oct")  # of medlab, that read and judge
 
 
 def _version(name):

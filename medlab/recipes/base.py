@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..cohort.identity import patients_of
+from ..cohort.duplicates import cohort_of
+from ..cohort.proof import SIDES, leaks, prove, refuse_leaks
 from ..contracts.batch import Batch
 from ..contracts.system import System
 from ..core import UnknownName, UserError, at_line, nearest, place_of, places_of, why_unwritable
@@ -33,6 +34,7 @@ from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
 from ..memory.inference import doing
 from ..memory.oom import is_oom
+from ..probes.tasks import read_labels
 
 # %% ../../nbs/recipes/00_base.ipynb #f59171f7
 def _cell(value):
@@ -474,11 +476,16 @@ class Recipe(Use):
     workers:int = 0  # loading processes, ≥ 0; 0: the training thread loads
     optimizer:str = "AdamW"  # a class of torch.optim, such as AdamW, Adam or SGD
     patient_rule:str = ""  # regular expression, whose first group in a name is the patient; "": by BIDS, visits …
+    stratify_by:str = ""  # CSV with the column case or patient and one of classes, of which train, val and test get
+                          # their shares; "": by chance
+    cv_folds:int = 0  # cross-validation: so many parts of the patients, of which one is val; 0: none
+    cv_fold:int = 0  # the part that is val, from 0 on
+    allow_leak:bool = False  # go on though a given list puts a patient, or copies of an image, on two sides
 
     Knobs = Knobs
     tiny = {}  # values of fields for `--debug`: seconds to the first step
     sizes = {}  # name → values of fields that differ from the defaults, such as dict(small=dict(dim=16), base={})
-    least = dict(batch_size=1, workers=0)  # smallest value of numeric fields; an integer here asks for integers
+    least = dict(batch_size=1, workers=0, cv_folds=0, cv_fold=0)  # of numeric fields; an integer asks for integers
 
     def __new__(cls, *args, **fields):
         refuse_lost_fields(cls)
@@ -581,18 +588,32 @@ def divide(self:Recipe,
     val:float=0.15,  # share of patients that are scored while training goes on, in [0, 1); 0: none
     test:float=0.15,  # share of patients that are kept for the end, in [0, 1); 0: none
     group=None,  # function from a case's name to its patient, "" where only the name says it; None: by the names
+    checks=(),  # `Check` of each case, whose fingerprints find copies; (): nothing is known of the voxels
+    draw=None,  # function of a `Cohort` and what `split_cases` takes besides names that draws the split; None: that
 ) -> dict:  # what `setup` returns
-    """Split cases by patient, or take up a stored split. Raises `UserError` where one of its cases is gone, and where
-    there is none."""
+    """Split cases by patient, or take up a split. Raises `UserError` where one of its cases is gone, where there is
+    none, and for a given split that leaks."""
     names = list(map(str, names))
     if not names: raise UserError(self._no_case())
-    patients = patients_of(names, self.patient_rule, {n: group(n) for n in names} if group else None)
-    whose = patients.of.__getitem__
-    if not split: drawn = split_cases(names, self.seed, val, test, whose)
-    else: drawn = split if isinstance(split, Split) else Split(**split)
-    self.split = drawn.among(names, f"{type(self).__name__}.setup()")
-    return dict(split=dataclasses.asdict(self.split), patients=len({*map(whose, self.split.names)}),
-        identity=str(patients))
+    cohort = cohort_of(names, self.patient_rule, {n: group(n) for n in names} if group else None, checks)
+    if not split: drawn = (draw or self._drawn)(cohort, **self._shares(cohort, val, test))
+    else: drawn = self._given(split)
+    self.split = dataclasses.replace(drawn.among(names, f"{type(self).__name__}.setup()"), stored=True)
+    return self._divided_info(cohort, bool(split) and not drawn.stored, dict(val=val, test=test))
+
+
+@patch
+def _drawn(self:Recipe, cohort, **shares):
+    return split_cases(cohort.patients.of, self.seed, group=cohort.patients.of.__getitem__, **shares)
+
+
+@patch
+def _given(self:Recipe, split):
+    "A split that was stored or given; raises `UserError` where it was to be drawn in folds or classes, too."
+    given = split if isinstance(split, Split) else Split(**split)
+    asked = [f"{k}={getattr(self, k)!r}" for k in ("cv_folds", "stratify_by") if getattr(self, k)]
+    if not asked or given.stored: return given
+    raise UserError(f"{' and '.join(asked)}: the split is given, so there is nothing to draw; leave out one of the two")
 
 
 @patch
@@ -602,6 +623,32 @@ def _no_case(self:Recipe):
     where = places_of(self) or f"no field of {name} names a place"
     return (f"{who} found no case to split, and at least one is needed; {where}. A folder that is not there, or that "
         "holds other names, gives no file to glob() and os.walk()")
+
+# %% ../../nbs/recipes/00_base.ipynb #989eb26f
+@patch
+def _shares(self:Recipe, cohort, val, test):
+    "What `split_cases` takes besides names, seed and group."
+    by = None
+    if self.stratify_by:
+        key, classes = read_labels(self.stratify_by)
+        by = {n: classes.get(p if key == "patient" else n) for n, p in cohort.named.of.items()}
+        gone = [n for n, c in by.items() if c is None]
+        if gone: raise UserError(f"stratify_by={str(self.stratify_by)!r}: {len(gone)} of {len(by)} cases have no "
+            f"class, such as {gone[0]!r} of patient {cohort.named.of[gone[0]]!r}; give each one, if only 'unknown'")
+    return dict(val=val, test=test, by=by, folds=self.cv_folds, fold=self.cv_fold)
+
+
+@patch
+def _divided_info(self:Recipe, cohort, given, shares):
+    "What `divide` returns; raises `UserError` for leaks that nobody asked for."
+    whose, sides = cohort.patients.of, {s: getattr(self.split, s) for s in SIDES}
+    found = leaks(sides, cohort.named, cohort.copies)
+    if given: refuse_leaks(found, self.allow_leak)
+    how = dict(seed=self.seed, note=self.split.note, rule=self.patient_rule, by=str(self.stratify_by),
+        folds=self.cv_folds, fold=self.cv_fold, **shares)
+    proof = prove(sides, cohort.patients, cohort.prints, cohort.copies, found, **how)
+    return dict(split=dataclasses.asdict(self.split), patients=len({*map(whose.__getitem__, self.split.names)}),
+        identity=str(cohort.patients), copies=[str(c) for c in cohort.copies], leaks=found, proof=proof)
 
 # %% ../../nbs/recipes/00_base.ipynb #961c3a61
 @patch

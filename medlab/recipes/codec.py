@@ -16,11 +16,13 @@ from fastcore.basics import patch
 from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
 from torch import Tensor
 
+from ..cohort.fingerprint import fingerprint
 from ..core import CaseFault, UserError, derive_seed, generator, strict
 from ..data.cache import ByteCache
 from ..data.cases import Check, inspect_each
 from ..data.images import maker_facts
 from ..data.volume import Volume
+from ..geometry.options import DicomOptions
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
 from ..preflight.report import Report
@@ -101,6 +103,9 @@ class Codec(Recipe):
     groups: int = 32  # of the group norms; divides every one of `channels`
     val: float = 0.15  # share of the patients held out for validation
     test: float = 0.15  # share of the patients held out for the end
+    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": tilted
+                     # stacks at right angles, gaps between slices filled (as usual, or to so many mm), one of several
+                     # stacks; with fill=-1000 where no slice measured anything; "": none of it
     phantoms: int = 32  # number of synthetic volumes where there is no data_root
     cache_gb: float = 2.0  # for loaded volumes, per process; 0: none
     batch_size: int = 1
@@ -114,6 +119,7 @@ class Codec(Recipe):
     def __post_init__(self):
         super().__post_init__()
         for k in ("image_size", "channels", "blocks"): setattr(self, k, tuple(getattr(self, k)))
+        DicomOptions.of(self.dicom)
         self._check_fields()
 
     def build_model(self):  # stands here, for an export cuts it out of the class
@@ -148,7 +154,7 @@ def _look(self:Codec):
     shape = tuple(2 * s for s in self.image_size)
     seeds = (derive_seed(self.seed, "phantom", i) % 10**6 for i in range(self.phantoms))
     field = dict(shape=shape, spacing=tuple(128 / s for s in shape))
-    found = find_slices(self.data_root, lone="thin") if self.data_root else [SlicePhantom(s, **field) for s in seeds]
+    found = self.find(self.data_root) if self.data_root else [SlicePhantom(s, **field) for s in seeds]
     return inspect_each(partial(inspect_thin, least=self.image_size), found, doing="checking scans")
 
 
@@ -167,6 +173,7 @@ def inspect_thin(
         except UserError as e: check.fail(e, "thin")
         else:
             check.shape, check.spacing = volume.shape, volume.spacing
+            check.prints["thin"] = fingerprint(volume.data)
             check.see("thin", volume.data, volume.spacing)
             if any(n < s for n, s in zip(volume.shape, least)):
                 check.say("thin", f"{volume.shape} voxels are fewer than the crop {least}; make it smaller")
@@ -188,7 +195,7 @@ def setup(self:Codec, split=None) -> dict:
         reasons = "; ".join(f"{n}: {r}" for n, r in list(bad.items())[:5])
         raise UserError(f"none of the {len(checks)} volumes in {self.data_root!r} can be used: {reasons}")
     patients = {n: c.patient for n, c in self.cases.items()}
-    made = self.divide(self.cases, split, self.val, self.test, lambda n: patients.get(n, n))
+    made = self.divide(self.cases, split, self.val, self.test, lambda n: patients.get(n, n), checks)
     return made | dict(quarantined=[[n, r] for n, r in bad.items()])
 
 
@@ -229,7 +236,9 @@ def frozen(self:Codec,
 
 
 @patch
-def find(self:Codec, path) -> list: "The volumes at a path."; return find_slices(path, lone="thin")
+def find(self:Codec, path) -> list:
+    "The volumes at a path."
+    return find_slices(path, lone="thin", dicom=DicomOptions.of(self.dicom))
 
 
 @patch

@@ -6,7 +6,7 @@
 __all__ = ['OVERLAP', 'FastDDPMKnobs', 'FastDDPM', 'diffusion_unet', 'synthesize', 'synthesize_case', 'regression']
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #05f9625a
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ..metrics import apply_linear, fit_linear, psnr, ssim
 from ..data.cases import BRATS, find_cases, inspect_cases
 from ..data.modalities import ModalityDataset, Range, load_case, resize, to_volume, typical
 from ..data.cases import PhantomCase
-from ..data.split import Split, split_cases
+from ..data.split import Split
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
 from ..preflight.report import Report
@@ -161,14 +161,12 @@ def setup(self:FastDDPM,
     "Find, check and split the cases, see `Recipe.setup`."
     if self.data_root:
         checks, bad = self._file_cases()
-        cases, group = [c.case for c in checks], {}
-    else:
-        cases, bad, group = self._phantom_cases(), [], dict(group=str)
-        checks = self.read_once(self._look)
+        cases = [c.case for c in checks]
+    else: cases, bad, checks = self._phantom_cases(), [], self.read_once(self._look)
     self.ranges, self.cases = _typical_ranges(checks, self.modalities), {c.name: c for c in cases}
-    made = Split(**split) if split else split_cases(self.cases, self.seed, self.val, self.test, **group)
-    self.split = made.among(self.cases, self.data_root)
-    return dict(split=asdict(self.split), quarantined=bad, ranges={m: [r.lo, r.hi] for m, r in self.ranges.items()})
+    known = dict(checks=checks) if self.data_root else dict(group=str)
+    info = self.divide(self.cases, split, self.val, self.test, **known)
+    return info | dict(quarantined=bad, ranges={m: [r.lo, r.hi] for m, r in self.ranges.items()})
 
 
 @patch

@@ -6,7 +6,7 @@
 __all__ = ['REMEDIES', 'SWITCHES', 'PIXEL_LOSSES', 'NUMBERS', 'TILING', 'CAREFUL', 'RestorationKnobs', 'Restoration', 'restore']
 
 # %% ../../nbs/recipes/02_restoration.ipynb #6e6ec08d
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import traitlets
@@ -22,7 +22,7 @@ from ..nets.restoration import OPTIONS, restoration_net
 from ..data.blur import Degradation
 from ..data.images import Image, write_any
 from ..data.pair_files import PhantomPair, find_pairs
-from ..data.pairs import PairDataset, inspect_pairs, split_pairs
+from ..data.pairs import PairDataset, folder_split, inspect_pairs, pair_patients
 from ..data.split import Split
 from ..knobs.fixes import Fix, FIXES
 from ..knobs.knobs import Knobs
@@ -222,10 +222,10 @@ def setup(self:Restoration,
     "Find, check and split the pairs, see `Recipe.setup`."
     found, checks = self.read_once(lambda: _look(self))
     self.cases, bad = _sound_pairs(self, found, checks)
-    shares = dict(val=self.val, test=self.test) if "all" in found else {}
-    made = Split(**split) if split else split_pairs(found, self.cases, self.seed, **shares)
-    self.split = made.among(self.cases, self.data_root)
-    return dict(split=asdict(self.split), quarantined=[[n, r] for n, r in bad.items()])
+    split, whose = split or folder_split(found, self.cases, self.seed), pair_patients(found)
+    known = dict(checks=checks) if self.data_root else {}
+    info = self.divide(self.cases, split, self.val, self.test, whose.__getitem__, **known)
+    return info | dict(quarantined=[[n, r] for n, r in bad.items()])
 
 
 @patch

@@ -23,6 +23,7 @@ from ..contracts.system import System
 from ..data.images import is_volume
 from ..data.split import Split
 from ..data.volume import Volume, write_volume
+from ..geometry.options import DicomOptions
 from ..knobs.fixes import FIXES, Fix
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
@@ -93,6 +94,9 @@ class SliceInterpolation(Recipe):
     latents: str = ""  # folder of the latents; "": medlab/latents in the user's cache
     latents_gb: float = 50.0  # of all latents in that folder, GB, > 0
     hu: bool = True  # refuse what is no CT, or holds no HU; False: take the values as they are
+    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": tilted
+                     # stacks at right angles, gaps between slices filled (as usual, or to so many mm), one of several
+                     # stacks; with fill=-1000 where no slice measured anything; "": none of it
     val: float = 0.15  # share of the patients held out for validation
     test: float = 0.15  # share of the patients held out for the end
     limit: int = 0  # use only the first so many cases; 0: all
@@ -116,6 +120,7 @@ class SliceInterpolation(Recipe):
         if not self.val + self.test < 1:
             raise UserError(f"val={self.val} and test={self.test} leave nothing to train on; together they must be "
                 "below 1")
+        DicomOptions.of(self.dicom)
         self.schedule, self.coder, self.scale = Schedule.cosine(), None, None
         if self.codec in CODECS:  # refuse now what does not fit
             self._refuse_streaming()
@@ -233,16 +238,16 @@ def _phantoms(self:SliceInterpolation):
 def _look(self:SliceInterpolation):
     "The `Check` of every case, or of the first phantoms."
     if not self.data_root: return inspect_slices(self._phantoms()[:2], **self._profile())
-    found = find_slices(self.data_root, self.factor)[:self.limit or None]
+    found = find_slices(self.data_root, self.factor, dicom=DicomOptions.of(self.dicom))[:self.limit or None]
     return inspect_slices(found, progress=True, **self._profile())
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #5bf9f08d
 @patch
 def _sound(self:SliceInterpolation):
     "(sound cases, name → shape of the thin grid, [[name, reason], …]); raises `UserError` where none is sound."
-    checks = self.read_once(self._look)
+    checks = self.checked = self.read_once(self._look)
     if not self.data_root:
-        cases, self.mixed = self._phantoms(), ""
+        cases, self.mixed, self.checked = self._phantoms(), "", []
         return cases, dict.fromkeys((c.name for c in cases), checks[0].shape), []
     bad = [[c.case.name, c.reason] for c in checks if c.reason]
     out = {n for n, _ in bad}
@@ -258,7 +263,7 @@ def _divided(self:SliceInterpolation, split):
     "Cases, split and codec, as `setup` stores them."
     cases, self.shapes, bad = self._sound()
     self.cases = {c.name: c for c in cases}
-    info = self.divide(self.cases, split, self.val, self.test, lambda n: self.cases[n].patient)
+    info = self.divide(self.cases, split, self.val, self.test, lambda n: self.cases[n].patient, self.checked)
     if self.codec == "pca": self._fit_components()
     self.latent_codec()
     return info | dict(quarantined=bad, codec=self._stored_codec())
@@ -565,7 +570,9 @@ SliceInterpolation.predict_options = dict(
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #d6a11eb6
 @patch
-def find(self:SliceInterpolation, path): "The cases at a path."; return find_slices(path, self.factor, "thick")
+def find(self:SliceInterpolation, path):
+    "The cases at a path."
+    return find_slices(path, self.factor, "thick", DicomOptions.of(self.dicom))
 
 
 @patch
@@ -629,7 +636,9 @@ def write_spread(
 def write(self:SliceInterpolation, result, case, output):
     "Write thin slices as NIfTI, or as a DICOM series into a folder; a spread goes beside them."
     if not isinstance(result, ThinVolume) or result.form == "nifti": file = Recipe.write(self, result, case, output)
-    else: file = write_series(result, output, _dicom_folder(result.source), f"synthetic {result.name}").folder
+    else:
+        kept = dict(series=getattr(case, "thick_series", "") or None, dicom=getattr(case, "dicom", DicomOptions()))
+        file = write_series(result, output, _dicom_folder(result.source), f"synthetic {result.name}", **kept).folder
     write_spread(result, file)
     return file
 

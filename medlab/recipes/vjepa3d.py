@@ -10,6 +10,7 @@ __all__ = ['ANSWERS', 'LOOK', 'VOTERS', 'FITTED', 'AMONG', 'VJEPAKnobs', 'VJEPA3
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -27,9 +28,10 @@ from ..data.labels import Overlaid
 from ..data.modalities import held_extent
 from ..data.split import Split
 from ..data.volume import Volume
+from ..geometry.options import DicomOptions
 from medlab.jepa.collapse import (
-    CollapseKnobs, CollapseWatch, Motion, centred_gram, feature_signals, feature_std, mean_loss, refuse_zero, send,
-    weight_distance
+    CollapseKnobs, CollapseWatch, Drift, Motion, centred_gram, feature_signals, feature_std, mean_loss, refuse_zero,
+    send, weight_distance
 )
 from ..jepa.masks import CUTS, Masks, check_masks, draw_masks, mask_kinds
 from ..jepa.objective import jepa_losses, leak_test, mask_distance, teacher_momentum, teacher_targets
@@ -38,7 +40,7 @@ from medlab.jepa.pictures import (
 )
 from ..knobs.traits import Real
 from ..nets.vjepa import POSITIONS, SIZES, VJEPANet, Encoder, Predictor, load_public, take, token_grid, token_mask
-from ..oct.domains import BALANCES, STANDARDS, LoadedOCT, OCTDataset, OCTVariation, load_oct, split_oct
+from ..oct.domains import BALANCES, STANDARDS, LoadedOCT, OCTDataset, OCTVariation, kept_oct, split_oct
 from ..preflight.report import Report
 from ..oct.files import OCTPhantomCase, faults_by_manufacturer, find_oct, inspect_oct, oct_phantom_cases
 from ..probes.embed import embed_cases
@@ -100,6 +102,9 @@ class VJEPA3D(Recipe):
     cut: str = "last"  # what is left out so that samples have as many tokens: "last", as in public code, or "random"
     domain_balance: str = "even"  # how often manufacturers come: "even", "sqrt" of their size, or by "size"
     spacing: tuple = None  # (z, y, x) mm that volumes are brought to; None: they stay as they are
+    dicom: str = ""  # how DICOM is read where a series leaves it open, such as "upright, regular=2.5, stack=2": tilted
+                     # stacks at right angles, gaps between slices filled (as usual, or to so many mm), one of several
+                     # stacks; with fill=-1000 where no slice measured anything; "": none of it
     standard: str = "z"  # greys: "z" (mean 0, deviation 1), "range" (percentiles to −1 and 1) or "none"
     unknown: str = "keep"  # axes of unknown size under `spacing`: "keep" them, or "refuse" the case
     flip: float = 0.5  # share of the samples that are flipped along the fast axis; 0: none
@@ -159,6 +164,7 @@ def _check_fields(r):
     if not r.val + r.test < 1:
         raise UserError(f"val={r.val} and test={r.test} leave nothing to train on; together they must be below 1")
     r.check_masks(r.image_size, r.any_ratio)
+    DicomOptions.of(r.dicom)
     r.variation()
     with torch.device("meta"): r.network()
 
@@ -312,8 +318,9 @@ def _checked(self:VJEPA3D, check):
 def _look(self:VJEPA3D):
     "The `Check` of every volume, or of the first phantoms."
     if not self.data_root: return [self._checked(c) for c in inspect_oct(self.phantom_cases()[:2])]
-    cases = with_patients(find_oct(self.data_root)[:self.limit or None], self.patient_rule)
-    return [self._checked(c) for c in inspect_oct(cases, progress=True)]
+    found = find_oct(self.data_root, DicomOptions.of(self.dicom))[:self.limit or None]
+    checks = inspect_oct(with_patients(found, self.patient_rule), progress=True)
+    return [self._checked(c) for c in checks]
 
 
 @patch
@@ -340,6 +347,7 @@ def _sound(self:VJEPA3D):
     if len(bad) == len(checks):
         raise UserError(f"none of the {len(checks)} volumes in {self.data_root or 'the phantoms'!r} can be trained on: "
             + _by_reason(bad))
+    self.checked = checks if self.data_root else []
     if not self.data_root: return self.phantom_cases()[:self.limit or None], [], None
     return [c.case for c in checks if not c.reason], bad, faults_by_manufacturer(checks)
 
@@ -363,6 +371,15 @@ def _refuse_shared_patients(split, patients):
         f"trained on ({shared[0]!r} of {patients[shared[0]]!r}): the split is by file, and its scores would say "
         "nothing of others; split by patient, both eyes together, as setup() does where it is given no split")
 
+# %% ../../nbs/recipes/09_vjepa3d.ipynb #5346781b
+@patch
+def _by_domain(self:VJEPA3D, cohort, **shares):
+    "See `split_oct`; raises `UserError` where all are of one patient."
+    cases = [SimpleNamespace(name=n, patient=p, manufacturer=self.cases[n].manufacturer)
+        for n, p in cohort.patients.of.items()]
+    _refuse_one_patient(self, cases)
+    return split_oct(cases, self.seed, **shares)
+
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #b72a5feb
 @patch
 def setup(self:VJEPA3D,
@@ -373,11 +390,9 @@ def setup(self:VJEPA3D,
     self.volumes = ByteCache(self.volumes.limit)  # names may mean other scans now
     self.cases, self.begun = {c.name: c for c in cases}, split is not None
     patients = {c.name: c.patient for c in cases}
-    if not split:
-        _refuse_one_patient(self, cases)
-        split = split_oct(cases, self.seed, val=self.val, test=self.test)
-    info = self.divide(patients, split, group=patients.__getitem__)
-    _refuse_shared_patients(self.split, patients)
+    info = self.divide(patients, split, self.val, self.test, patients.__getitem__, self.checked, self._by_domain)
+    patients |= {n: c["patient"] for n, c in info["proof"]["cases"].items()}
+    if not self.allow_leak: _refuse_shared_patients(self.split, patients)
     self.domains = tuple(sorted({self.cases[n].manufacturer for n in self.split.train}))
     notes = [["info", self._about_domains()], *self.plan().levels]
     if bad: notes.append(["warning", f"volumes by manufacturer:\n{table}"])
@@ -469,7 +484,7 @@ def loaded(self:VJEPA3D,
     case,  # one of the run's
 ) -> LoadedOCT:
     "A scan ready to be cut, kept up to `cache_gb` for all who ask; raises `CaseFault`."
-    return self.volumes.get(case.name, lambda: load_oct(case, **self.reading()))
+    return kept_oct(self.volumes, case, **self.reading()).whole
 
 
 @patch
@@ -498,7 +513,9 @@ def dataset(self:VJEPA3D) -> CornerDataset:
 
 
 @patch
-def find(self:VJEPA3D, path): "The volumes at a path."; return find_oct(path)
+def find(self:VJEPA3D, path):
+    "The volumes at a path."
+    return find_oct(path, DicomOptions.of(self.dicom))
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #e40a40f3
 @patch
@@ -544,7 +561,7 @@ class VJEPALosses:
     ):
         self.recipe, self.deep = recipe, recipe.levels > 1
         self.teacher, self.student = system.averages["teacher"].network, system.model.encoder
-        self.motion = Motion(self.teacher)
+        self.motion, self.drift = Motion(self.teacher), Drift(self.student)
         device = next(self.student.parameters()).device
         self.sums = torch.zeros(len(recipe.domains) + 1, 2, device=device)  # loss and samples by manufacturer
         self.watched, self.looks = False, {}  # whether somebody reads the looks; step → `Look`
@@ -575,7 +592,8 @@ def look(self:VJEPALosses, x, valid, tokens, predictions, masks, step):
     with torch.autocast(x.device.type, enabled=False):
         teacher, student = (take(teacher_targets(t[:n, :, -dim:]), ids) for t in (tokens, own))
         signals = feature_signals(teacher, student, predictions[0][0][:n, :, -dim:])
-        signals |= dict(weight_distance=weight_distance(self.teacher, self.student), teacher_motion=self.motion(step))
+        signals |= dict(weight_distance=weight_distance(self.teacher, self.student), teacher_motion=self.motion(step),
+            drift=self.drift(step))
         for i, row in enumerate(self.sums.clone()): signals |= {f"{i}/loss": row[0], f"{i}/samples": row[1]}
         self.sums.zero_()
         return send(signals, centred_gram(teacher))
@@ -597,7 +615,8 @@ def apply(self:VJEPA3D, knob, value, model):
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #28ad6f27
 def _panels(found, domains):
     "Signals and the losses of domains, under the names that put them into panels of their own."
-    own = dict(mean_loss="mean_loss", weight_distance="teacher/weight_distance", teacher_motion="teacher/motion")
+    own = dict(mean_loss="mean_loss", drift="drift", weight_distance="teacher/weight_distance",
+        teacher_motion="teacher/motion")
     named = {own.get(k, f"features/{k}"): v for k, v in found.items() if k != "rank"}  # its share is there
     return named | {f"domain/{d}": v for d, v in domains.items()}
 

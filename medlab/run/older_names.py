@@ -29,8 +29,10 @@ def current(
 def current_meta(
     meta:dict,  # key → value, as a run stores them about itself
 ) -> dict:
-    "Stored values of knobs, and the description of knobs and fixes, under today's names."
+    "Stored values of knobs, and the description of knobs and fixes, under today's names; a stored split says it is."
     out = {k: current(v) if k in ("knobs", "values") else v for k, v in meta.items()}
+    split = meta["data"].get("split") if isinstance(meta.get("data"), dict) else None
+    if isinstance(split, dict): out |= dict(data=meta["data"] | dict(split=split | dict(stored=True)))
     if not meta.get("controls"): return out
     fixes = [f | dict(name=KNOBS.get(f["name"], f["name"]), on=current(f["on"]), off=current(f["off"]))
         for f in meta["controls"]["fixes"]]

@@ -17,9 +17,10 @@ from fastcore.basics import patch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..cache.content import content_hash
 from ..core import CaseFault, UserError
 from ..nets.codec import WINDOW, to_unit
-from .latents import LatentStore, content_hash, latents_bytes, latents_key
+from .latents import LatentStore, latents_bytes, latents_key
 from .pairs import LoadedSlices
 from .profile import interpolate, project
 
@@ -88,7 +89,8 @@ def content_of(
     "What the latents of a case depend on; raises `UserError` where a file cannot be read."
     if not case.files: return f"{case.name} {case.seed} {sorted(case.kw.items())}"
     series = getattr(case, "thick_series", ""), getattr(case, "thin_series", "")
-    return " ".join([content_hash(case.files.values()), *case.files, *series])
+    read = [f"read {case.dicom}"] * bool(str(getattr(case, "dicom", "")))  # none: the name that it always had
+    return " ".join([content_hash(case.files.values()), *case.files, *series, *read])
 
 
 @dataclass

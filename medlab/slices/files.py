@@ -24,6 +24,8 @@ from ..data.dicom import (_by_position, _get, _padding, _places, _rescale, _slic
 from ..data.images import NIFTI, file_stem, is_volume
 from ..data.split import patient_of
 from ..data.volume import read_grid, read_volume
+from ..geometry.options import DicomOptions
+from ..geometry.stacks import one_stack
 from ..intake.opened import lies_there, size_of
 from ..intake.texts import read_csv, read_json
 from .phantoms import ct_phantom
@@ -40,6 +42,7 @@ class SliceCase:
     notes:tuple = ()  # how it was found, a sentence each
     thin_series:str = ""  # SeriesInstanceUID or number, where the folder `thin` holds several
     thick_series:str = ""  # the same of `thick`
+    dicom:DicomOptions = DicomOptions()  # how a series is read where it leaves it open
 
     def __post_init__(self):
         if not self.patient: object.__setattr__(self, "patient", patient_of(self.name))
@@ -61,16 +64,17 @@ def read(self:SliceCase,
     every, series = self.files, dict(thick=self.thick_series, thin=self.thin_series)
     for p in parts:
         if p not in every: raise UnknownName(f"part of {self.name}", p, every)
-    return {p: read_series(every[p], series[p]) for p in parts or every}
+    return {p: read_series(every[p], series[p], self.dicom) for p in parts or every}
 
 
 def read_series(
     path,  # a NIfTI file, a DICOM file, or a folder of DICOM
     series:str="",  # which of the folder's series; "": the only one
+    dicom:DicomOptions=DicomOptions(),  # how a series is read where it leaves it open
 ):  # `Volume`
     "Read a volume in either format; raises `UserError` for what is none."
     path = Path(path)
-    if path.is_dir() or size_of(path) >= 0 and is_dicom(path): return read_dicom(path, series or None)
+    if path.is_dir() or size_of(path) >= 0 and is_dicom(path): return read_dicom(path, series or None, **vars(dicom))
     return read_volume(path)
 
 # %% ../../nbs/slices/02_files.ipynb #304322b8
@@ -193,13 +197,15 @@ def _nifti_scan(path):
     return Scan(path, "", spacing[axis], grid.shape[axis], words=file_stem(path))
 
 
-def _dicom_scans(folder):
+def _dicom_scans(folder, stack=""):
     "The DICOM series in a folder, or the one of a file."
     groups = _headers_by_series(folder)
     for uid, headers in groups.items():
         words = f"{folder.name} {headers[0].get('SeriesDescription') or ''}"
         scan = Scan(folder, uid if len(groups) > 1 else "", facts=_facts(headers[0]), words=words)
-        try: slices = [s for h in headers for s in _slices(h)]
+        try:
+            slices = [s for h in headers for s in _slices(h)]
+            if stack: slices = one_stack(folder, slices, stack)
         except UserError as e:
             yield replace(scan, damage=str(e))
             continue
@@ -207,11 +213,11 @@ def _dicom_scans(folder):
         yield replace(scan, step=float(np.median(np.diff(at))) if len(at) > 1 else math.nan, slices=len(at))
 
 # %% ../../nbs/slices/02_files.ipynb #cba70c0b
-def _scans_in(folder, files):
+def _scans_in(folder, files, stack=""):
     "The scans that lie directly in a folder."
     volumes = [_nifti_scan(p) for p in files if is_volume(p)]
     holds = any(not is_volume(p) and size_of(p) > 132 and is_dicom(p) for p in files)
-    return volumes + ([*_dicom_scans(folder)] if holds else [])
+    return volumes + ([*_dicom_scans(folder, stack)] if holds else [])
 
 # %% ../../nbs/slices/02_files.ipynb #086fe386
 def _usable(scans):
@@ -374,14 +380,14 @@ def _empty(root, scans):
 
 
 # %% ../../nbs/slices/02_files.ipynb #7364cc5f
-def _found(root, factor, lone):
+def _found(root, factor, lone, stack=""):
     "The cases at a path."
     if root.is_file() and root.suffix.lower() in (".csv", ".json"):
         return [_entry(root, i, r) for i, r in enumerate(_rows(root), 1)]
     if root.is_file():
-        scans = [_nifti_scan(root)] if is_volume(root) else [*_dicom_scans(root)] if is_dicom(root) else []
+        scans = [_nifti_scan(root)] if is_volume(root) else [*_dicom_scans(root, stack)] if is_dicom(root) else []
         return [_case(_bare(file_stem(root)) or file_stem(root), scans, factor, lone)] if scans else []
-    scans = [s for folder, files in _folders(root) for s in _scans_in(folder, files)]
+    scans = [s for folder, files in _folders(root) for s in _scans_in(folder, files, stack)]
     parts = [part for name, every in _patients(root, scans) for part in _by_frame(name, every)]
     return [_case(*part, factor, lone, of) for part, of in zip(parts, _sharing(parts))] + [*_empty(root, scans)]
 
@@ -390,12 +396,13 @@ def find_slices(
     root,  # a folder in one of the layouts above, a list (.csv, .json), or one volume
     factor:int=5,  # wanted ratio of the slice distances, where there is a choice
     lone:str="thin",  # what a patient's only volume is: "thin" (a thick one is simulated) or "thick" (to be predicted)
+    dicom:DicomOptions=DicomOptions(),  # how every series is read where it leaves it open
 ) -> list:  # of `SliceCase`, sorted by name
     "Find the thick and thin volumes of patients; raises `UserError` where there is none. Reads headers only."
     root = Path(root).expanduser()
     if lone not in ("thin", "thick"): raise UnknownName("kind of volume", lone, ("thin", "thick"))
     if not lies_there(root): raise UserError(f"{root} does not exist; give a folder of patients, a list, or a volume")
-    cases = _found(root, factor, lone)
+    cases = [replace(c, dicom=dicom) for c in _found(root, factor, lone, dicom.stack)]
     if not cases:
         raise UserError(f"no volume in {root}; looked for {' and '.join(NIFTI)} files, DICOM series, or a list with "
                         "the columns thin and thick")

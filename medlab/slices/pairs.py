@@ -16,6 +16,7 @@ import torch
 from nibabel import orientations
 from scipy import ndimage
 
+from ..cohort.fingerprint import fingerprint
 from ..core import CaseFault, UserError
 from ..data.cases import Check, inspect_each
 from ..data.images import maker_facts
@@ -145,7 +146,7 @@ def _refuse_stack(part, volume):
     tilt = float(np.degrees(np.arcsin(min(1, np.abs(unit @ unit.T - np.eye(3)).max()))))
     if tilt > 0.5:
         raise UserError(f"{part}: its stack is sheared by {tilt:.1f}° (gantry tilt), so that slices are not above one "
-                        "another; convert it with dcm2niix, which sets it upright")
+                        "another; read a DICOM series upright (--dicom upright), or convert it with dcm2niix")
 
 
 def _refuse_turned(thick, thin):
@@ -420,6 +421,7 @@ def inspect_slice_case(
         if x is None or not seen.any(): continue
         check.see(part, x, got.spacing if part == "thin" else (got.factor * got.spacing[0], *got.spacing[1:]))
         check.ranges[part] = tuple(np.percentile(_some(x[seen]), (1, 99)).tolist())
+        if not (got.simulated and part == "thick"): check.prints[part] = fingerprint(x)
     if got.simulated: check.say("", "thick slices are simulated", fatal=False)
     for note in got.notes: check.say("", note, fatal=False)
     out = 100 * float((~got.valid).mean())

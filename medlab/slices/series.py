@@ -29,8 +29,9 @@ from pydicom.valuerep import format_number_as_ds
 from tqdm.auto import tqdm
 
 from ..core import UserError, optional
-from ..data.dicom import _affine, _headers, _one_series, _refuse_mixture, _slices, _sort, _stack
+from ..data.dicom import _chosen, _grid_of, _headers, _sort
 from ..data.volume import Volume, _refuse_affine, _refuse_nonfinite
+from ..geometry.options import DicomOptions
 
 # %% ../../nbs/slices/04_series.ipynb #b93228f5
 # patient axis (right, anterior, superior) across the slices → where columns, rows and slices grow
@@ -111,21 +112,19 @@ def _lacks(header, named, files):
     if named < files: yield f"{files - named} of {files} source files have no SOP Instance UID and are not referred to"
 
 
-def _read_source(path, series):
+def _read_source(path, series, dicom=DicomOptions()):
     "The series at a path; raises `UserError` for what is no CT volume."
     path = Path(path)
-    chosen = _one_series(path, _headers(path)[0], series)
-    if (found := str(chosen[0].get("Modality") or "none")) != "CT":
+    slices, _ = _chosen(path, _headers(path)[0], series, dicom.stack)
+    if (found := str(slices[0].header.get("Modality") or "none")) != "CT":
         raise UserError(f"{path}: its modality is {found}; a volume in HU is derived from a CT series: give that one")
-    slices = [s for h in chosen for s in _slices(h)]
-    _refuse_mixture(path, slices)
     images, files = _images(slices)
     first, _ = _sort(path, slices, 0)
-    affine = _affine(first, _stack(path, first)[0])
+    placed = _grid_of(path, first, dicom)
     header = pydicom.dcmread(first[0].path, stop_before_pixels=True)
     notes = tuple(_lacks(header, len(images), files))
-    uid, shape = str(header.get("SeriesInstanceUID") or ""), (*first[0].size[::-1], len(first))
-    return _Source(path, header, uid, images, affine, shape, notes)
+    uid = str(header.get("SeriesInstanceUID") or "")
+    return _Source(path, header, uid, images, placed.affine, placed.shape[::-1], notes)
 
 # %% ../../nbs/slices/04_series.ipynb #6d54a77f
 def _refuse_elsewhere(volume, source):
@@ -365,12 +364,12 @@ def files(self:_Job, ds, uids):
         yield f"{k + 1:0{width}d}.dcm", _bytes(ds, _stored(plane, self.slope))
 
 # %% ../../nbs/slices/04_series.ipynb #d2ec4215
-def _checked_job(volume, source, series, texts, slope, number, moment):
+def _checked_job(volume, source, series, dicom, texts, slope, number, moment):
     "A job; raises `UserError` for what cannot be written."
     _refuse_values(volume, slope)
     _refuse_affine(volume.name or "volume", volume.affine)
     if not 1 <= number < 2 ** 31: raise UserError(f"number={number} must be from 1 to {2 ** 31 - 1}")
-    found = None if source is None else _read_source(source, series)
+    found = None if source is None else _read_source(source, series, dicom)
     if found is not None: _refuse_elsewhere(volume, found)
     charset = "ISO_IR 192" if found is None else found.header.get("SpecificCharacterSet")
     limits = zip(map(_labelled, texts), ("the description", "the derivation"), (64, 1024))
@@ -389,13 +388,15 @@ def write_series(
     moment:datetime=None,  # when it was made; None: now
     seed=None,  # makes UIDs a hash of it and of all that is written; None: random ones
     progress:bool=False,  # show a progress bar
+    dicom:DicomOptions=DicomOptions(),  # how `source` was read where it leaves it open
 ) -> WrittenSeries:
     """Write a volume as a derived CT series, a file per slice, that names itself synthetic; the folder appears whole or
     not at all. With a source it has its patient, study and frame of reference; without one, patient name and ID are
     ANONYMOUS. Raises `UserError` for values that do not fit int16, and for a volume that lies outside its source."""
     hd, folder = optional("highdicom", "dicom"), Path(folder)
     _refuse_folder(folder)
-    job = _checked_job(volume, source, series, (description, derivation), slope, number, moment or datetime.now())
+    texts, moment = (description, derivation), moment or datetime.now()
+    job = _checked_job(volume, source, series, dicom, texts, slope, number, moment)
     uids = _Names(hd, None if seed is None else job.digest(seed))
     ds = _shared(hd, job.source, uids, job.moment, number, job.texts)
     n, notes = len(job.planes), job.source.notes if job.source else ()

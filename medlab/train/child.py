@@ -8,6 +8,7 @@ __all__ = ['work']
 # %% ../../nbs/train/11_child.ipynb #15fb7ada
 import traceback
 
+from ..guards.zero_gradient import FOREVER
 from .process import leave_word
 from .state import recipe_of
 from .trainer import Trainer
@@ -22,5 +23,5 @@ def work(
         traceback.print_exception(e)
         leave_word(path, e, "".join(traceback.format_exception(e)))
         return 1
-    with trainer: trainer.fit(until=until or 10**12, progress="lines")
+    with trainer: trainer.fit(until=until or FOREVER, progress="lines")
     return 0

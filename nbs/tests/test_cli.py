@@ -97,8 +97,8 @@ WRONG = [  # (options, what the line says); {root} is the folder of the fixture
     ("--run {root}/run", "holds a run already", "--resume"),
     ("--run {root}/file/run", "the run directory", "cannot be written: Not a directory; choose another"),
     ("--tensorboard {root}/file/x", "cannot write to", "choose another folder"),
-    ("--config nowhere.yml", "cannot read nowhere.yml: No such file"),
-    ("--config {root}", "Is a directory"),
+    ("--config nowhere.yml", "nowhere.yml: cannot be read: no such file"),
+    ("--config {root}", "is a folder and no ordinary file"),
 ]
 
 

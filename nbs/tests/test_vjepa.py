@@ -310,13 +310,28 @@ def test_a_teacher_that_cannot_follow(tmp_path):
     assert (100, "distance") in found, "after the warm-up and twice the 33 steps that it averages over"
 
 
+@pytest.mark.parametrize("masks,ratio", [("blocks", None), ("random", 0.9)])
+def test_a_rate_ten_times_too_high(tmp_path, masks, ratio):
+    "The weights that a step made are written over within fifty others; the clean run of the same seed has a third of that drift."
+    recipe = lambda: recipes.VJEPA3D(**recipes.VJEPA3D.tiny | dict(masks=masks))
+    high, alarms = trained(tmp_path / "high", recipe(), steps=60, lr=1e-2, mask_ratio=ratio)
+    assert any(signal == "drift" and step <= 60 for step, signal in alarms), alarms
+    clean, quiet = trained(tmp_path / "clean", recipe(), steps=60, mask_ratio=ratio)
+    most = [max(run.metrics("drift")["drift"].value) for run in (clean, high)]
+    assert quiet == [] and most[0] < 0.25 < 2 * most[0] < most[1], most
+
+
 def test_a_horizon_in_the_wrong_unit(tmp_path):
-    "Eleven epochs of nine steps, given as a horizon of steps: told at the start where there are restarts, alarmed where nothing is learned any more."
+    "Eleven epochs of nine steps, given as a horizon of steps: told before the first step, with restarts or without, and alarmed where nothing is learned any more."
     restarts, _ = trained(tmp_path / "restarts", steps=1, schedule="restarts", horizon=11)
     warned = [e.text for e in restarts.events("data") if e.level == "warning"]
     assert any("the learning rate restarts 2 times, first at step 21; the horizon 11 counts optimizer steps, not epochs" in t for t in warned)
     early, alarms = trained(tmp_path / "early", steps=60, horizon=20, teacher_horizon=400)
-    assert [(e.step, e.level) for e in early.events("zero_lr")] == [(40, "error")], "twenty steps with a rate of zero"
+    said_first, alarm = early.events("zero_lr")
+    assert (said_first.step, said_first.level) == (0, "warning") and "so 40 of the 60 steps to come will move nothing" in said_first.text
+    assert (alarm.step, alarm.level) == (40, "error"), "twenty steps with a rate of zero"
+    late, _ = trained(tmp_path / "late", steps=2, horizon=300)
+    assert not late.events("zero_lr")
     clean, _ = trained(tmp_path / "clean", steps=30, horizon=30)
     assert not clean.events("zero_lr") and not [e for e in clean.events("data") if "restarts 2" in e.text]
 

@@ -92,7 +92,8 @@ def try_all(seeds):
     reader, found = Reader(), []
     try:
         for seed in seeds:
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory() as root:  # of its own: what lists runs looks at all that lie beside one
+                (folder := Path(root) / "there").mkdir()
                 made = make(seed, folder)
                 found.append(judged(seed, made, reader.read(made)))
     finally: reader.stop()

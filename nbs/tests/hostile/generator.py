@@ -268,7 +268,7 @@ def hostile_tag(rng, ds):
     vr = pydicom.datadict.dictionary_VR(tag).split(" ")[0]
     if vr == "US": raw = struct.pack("<H", rng.choice(NUMBERS)) * rng.choice((1, 1, 1, 2, 0))
     else: raw = rng.choice(HOSTILE).encode("latin-1")
-    if how > 0.9: vr = rng.choice(("UN", "DS", "US", "FD", "OB", "SQ", "LO", "IS"))
+    if how > 0.9: vr = rng.choice(("UN", "DS", "US", "FD", "OB", "SQ", "LO", "IS", "ZZ", "??"))
     raw += b"\0" * (len(raw) % 2)
     ds[tag] = pydicom.dataelem.RawDataElement(tag, vr, len(raw), raw, 0, False, True)
 
@@ -280,7 +280,14 @@ def tagged(rng, data, enhanced):
     ds = pydicom.dcmread(io.BytesIO(raw))
     for _ in range(rng.choice((1, 1, 2, 4))): hostile_tag(rng, ds)
     try: return dicom_bytes(ds)
-    except Exception: return flip(rng, raw)  # what pydicom cannot write
+    except Exception: return unknown_vr(rng, raw)  # what pydicom cannot write
+
+
+def unknown_vr(rng, raw):
+    "A tag whose VR is none, in a file with explicit ones."
+    tag = pydicom.tag.Tag(rng.choice(TAGS))
+    at = raw.rfind(struct.pack("<HH", tag.group, tag.elem))
+    return raw if at < 0 else raw[:at + 4] + rng.choice((b"ZZ", b"\0\0", b"??", b"UT", b"SQ")) + raw[at + 6:]
 
 
 def dicom_frames(rng, data):
@@ -349,13 +356,75 @@ def dicom_one(rng, folder):
     return Made("dicom", kind, _write(folder, "image.dcm", raw))
 
 
+# packed pixels
+
+def _element(raw):
+    "Where the pieces of the pixels begin, behind the element's own length."
+    return raw.rindex(struct.pack("<HH", 0x7FE0, 0x10) + b"OB\0\0\xff\xff\xff\xff") + 12
+
+
+def hostile_table(rng, raw):
+    "A table of offsets that points elsewhere, or is longer than the file."
+    at = _element(raw)
+    n = struct.unpack("<I", raw[at + 4:at + 8])[0]
+    table = b"".join(struct.pack("<I", rng.choice((0, 1, 8, 2**31, 2**32 - 2, rng.randrange(5000)))) for _ in range(rng.choice((1, 9, 10, 5000))))
+    return raw[:at + 4] + struct.pack("<I", rng.choice((len(table), len(table), 2**32 - 2))) + table + raw[at + 8 + n:]
+
+
+def hostile_pieces(rng, raw):
+    "Pieces that are longer or shorter than they are, one more, one less, or no end."
+    at = _element(raw)
+    at += 8 + struct.unpack("<I", raw[at + 4:at + 8])[0]
+    n, how = struct.unpack("<I", raw[at + 4:at + 8])[0], rng.randrange(4)
+    if how == 0: return raw[:at + 4] + struct.pack("<I", rng.choice((0, 1, n + 2, 2**31, 2**32 - 1))) + raw[at + 8:]
+    if how == 1: return raw[:at + 8 + n] + raw[at:at + 8 + n] + raw[at + 8 + n:]
+    if how == 2: return raw[:at] + raw[at + 8 + n:]
+    return raw[:-8]
+
+
+def hostile_stream(rng, raw, syntax):
+    "A codestream that promises a gigapixel, or another number of bits."
+    marker = {JPEG2000Lossless: b"\xff\x51", JPEGLSLossless: b"\xff\xf7", JPEGLosslessSV1: b"\xff\xc3"}.get(syntax)
+    b, at = bytearray(raw), _element(raw)
+    if marker is None:  # run-length: a segment's place, or its length
+        at += 8 + struct.unpack("<I", raw[at + 4:at + 8])[0] + 8
+        struct.pack_into("<I", b, at + 4 * rng.randrange(4), rng.choice((0, 1, 15, 64, 2**31, 2**32 - 1)))
+        return bytes(b)
+    at = raw.index(marker, at)
+    where = at + rng.choice((6, 10, 14, 18, 22, 26, 38, 39)) if syntax == JPEG2000Lossless else at + rng.choice((4, 5, 7, 9))
+    value = rng.choice((0, 1, 255, 4095, 65535)) if syntax != JPEG2000Lossless else rng.choice((0, 1, 60000, 2**31 - 1, 2**32 - 1))
+    struct.pack_into(">I" if syntax == JPEG2000Lossless else ">H", b, where, value)
+    return bytes(b)
+
+
+def dicom_packed(rng, folder):
+    "A file of packed frames, damaged where its decoder reads."
+    data, syntax = volume(rng), rng.choice(sorted(PACKED))
+    raw = packed(dicom_bytes(dicom(data, 4, syntax, True)), syntax)
+    kind, must = rng.choice(("table", "pieces", "stream", "stream", "stream", "bytes", "bytes", "bytes", "promise", "sound")), "either"
+    if kind == "sound": return Made("dicom packed", f"sound, {SYNTAXES[syntax]}", _write(folder, "image.dcm", raw, data), "read")
+    if kind == "table": raw = hostile_table(rng, raw)
+    elif kind == "pieces": raw = hostile_pieces(rng, raw)
+    elif kind == "stream": raw = hostile_stream(rng, raw, syntax)
+    elif kind == "promise":  # of a header
+        ds = pydicom.dcmread(io.BytesIO(raw))
+        name, value = rng.choice((("Rows", 60000), ("Columns", 65535), ("BitsAllocated", 32), ("BitsAllocated", 8), ("BitsStored", 12),
+            ("NumberOfFrames", 65535), ("NumberOfFrames", 1), ("PixelRepresentation", 0), ("SamplesPerPixel", 3)))
+        setattr(ds, name, value)
+        raw = dicom_bytes(ds)
+    else:
+        at = _element(raw) + 60
+        raw = raw[:at] + BYTES[rng.choice(("flip", "block", "doubled", "lost", "cut"))](rng, raw[at:])
+    return Made("dicom packed", f"{kind}, {SYNTAXES[syntax]}", _write(folder, "image.dcm", raw), must)
+
+
 def dicom_series(rng, folder):
     "A folder of slices, of which some are damaged."
     data, where = volume(rng), folder / "series"
     where.mkdir()
     files = {f"{z:02}.dcm": dicom(data, z) for z in range(SHAPE[0])}
     raw = {k: dicom_bytes(v) for k, v in files.items()}
-    kind = rng.choice(("sound", *["tags"] * 4, "bytes", "bytes", "empty_end", "empty_middle", "far", "fifo", "copy", "others", "strange_names"))
+    kind = rng.choice(("sound", *["tags"] * 4, "bytes", "bytes", "empty_end", "empty_middle", "far", "fifo", "copy", "others", "strange_names", "one_more_frame"))
     must, victim = "either", rng.choice(sorted(raw))
     if kind == "tags":
         ds = pydicom.dcmread(io.BytesIO(raw[victim]))
@@ -369,6 +438,10 @@ def dicom_series(rng, folder):
         raw[victim], must = dicom_bytes(files[victim]), "refuse"
     elif kind == "copy": raw["again.dcm"], must = raw[victim], "refuse"
     elif kind == "fifo": os.mkfifo(where / "pipe.dcm")
+    elif kind == "one_more_frame":
+        ds = pydicom.dcmread(io.BytesIO(raw[victim]))
+        ds.NumberOfFrames = rng.choice((0, 2, 10**6))
+        raw[victim] = dicom_bytes(ds)
     elif kind == "others": raw |= {"README.txt": b"words", "._01.dcm": b"\0" * 200, "Thumbs.db": b"\0" * 500}
     elif kind == "strange_names": raw = {f"{k}\x1b[31m \udcff\n.dcm".encode("utf-8", "surrogateescape"): v for k, v in raw.items()}
     for name, b in raw.items():
@@ -420,14 +493,52 @@ def tiff_tags(rng, a):
     return bytes(raw)
 
 
+def bomb(rng, suffix):
+    "An image of a gigapixel in some kilobytes."
+    side = rng.choice((12_000, 30_000, 60_000))
+    if suffix == ".jpg":
+        b = bytearray(_image_bytes(np.zeros((24, 31), np.uint16), ".jpg"))
+        struct.pack_into(">HH", b, b.index(b"\xff\xc0") + 5, side, side)
+        return bytes(b)
+    if suffix == ".png":
+        return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)) + png_chunk(b"IDAT", zeros(2**28)) + png_chunk(b"IEND", b"")
+    tifffile.imwrite(out := io.BytesIO(), np.zeros((8, 8), np.uint8), compression="zlib", photometric="minisblack")
+    raw, body = bytearray(out.getvalue()), zeros(2**28)
+    tags = tifffile.TiffFile(io.BytesIO(raw)).pages[0].tags
+    for name, value in dict(ImageWidth=side, ImageLength=side, RowsPerStrip=side, StripOffsets=len(raw), StripByteCounts=len(body)).items():
+        struct.pack_into("<HI" if tags[name].dtype == 4 else "<HHH", raw, tags[name].offset + 2, *((4, 1) if tags[name].dtype == 4 else (4, 1, 0)))
+        struct.pack_into("<II", raw, tags[name].offset + 4, 1, value)
+    return bytes(raw) + body
+
+
+def tiff_volume(rng, folder):
+    "A TIFF of pages."
+    data = np.random.default_rng(rng.randrange(2**32)).integers(0, 65536, SHAPE, dtype=np.uint16)
+    how = rng.choice(("plain", "deflate", "LZW"))
+    if how == "LZW":
+        pages = [Image.fromarray(page) for page in data]
+        pages[0].save(out := io.BytesIO(), "tiff", compression="tiff_lzw", save_all=True, append_images=pages[1:])
+    else: tifffile.imwrite(out := io.BytesIO(), data, compression="zlib" if how == "deflate" else None, photometric="minisblack")
+    raw, kind = out.getvalue(), rng.choice(("sound", "sound", *BYTES, "pages"))
+    if kind == "sound": return Made("tiff volume", f"sound, {how}", _write(folder, "volume.tif", raw, data), "read")
+    if kind == "pages":  # a directory that is its own next one, or lies nowhere
+        b = bytearray(raw)
+        at = struct.unpack("<I", raw[4:8])[0]
+        struct.pack_into("<I", b, at + 2 + 12 * struct.unpack("<H", raw[at:at + 2])[0], rng.choice((at, 4, 2**32 - 8, len(raw))))
+        raw = bytes(b)
+    else: raw = BYTES[kind](rng, raw)
+    return Made("tiff volume", f"{kind}, {how}", _write(folder, "volume.tif", raw), "refuse" if kind in NEVER else "either")
+
+
 def image(rng, folder):
     suffix, fmt = rng.choice(((".png", "png"), (".tif", "tiff"), (".jpg", "jpeg")))
     a = np.random.default_rng(rng.randrange(2**32)).integers(0, 65536, (24, 31), dtype=np.uint16)
-    kind = rng.choice([*BYTES, "sound", "not_regular", "wrong_name"] + ["huge"] * 3 * (fmt == "png") + ["tags"] * 5 * (fmt == "tiff"))
+    kind = rng.choice([*BYTES, "sound", "not_regular", "wrong_name", "bomb"] + ["huge"] * 3 * (fmt == "png") + ["tags"] * 5 * (fmt == "tiff"))
     name = "image" + suffix
     if kind == "not_regular": return Made(fmt, kind, not_regular(rng, folder, name), "refuse")
     if kind == "sound": return Made(fmt, kind, _write(folder, name, _image_bytes(a, suffix), None if fmt == "jpeg" else a), "read")
     if kind == "wrong_name": return Made(fmt, kind, _write(folder, name, nifti_sound(rng, volume(rng))), "refuse")
+    if kind == "bomb": return Made(fmt, kind, _write(folder, name, bomb(rng, suffix)))
     if kind in ("huge", "tags"): return Made(fmt, kind, _write(folder, name, (png_huge if kind == "huge" else tiff_tags)(rng, a)))
     raw = BYTES[kind](rng, _image_bytes(a, suffix))
     return Made(fmt, kind, _write(folder, name, raw), "refuse" if kind in NEVER else "either")
@@ -481,12 +592,29 @@ def msd(rng, folder):
     return Made("json", kind, folder, "refuse")
 
 
+# paths
+
+def strange_path(rng, folder):
+    "A path that no system takes, and a sparse file that is larger than any memory."
+    kind = rng.choice(("nul", "surrogate", "long", "sparse", "sparse", "sparse", "up"))
+    name = rng.choice(("case.nii", "case.nii.gz", "image.dcm", "image.png", "image.tif", "list.csv", "dataset.json", "settings.yaml"))
+    if kind == "nul": return Made("path", kind, folder / f"a\0{name}", "refuse")
+    if kind == "surrogate": return Made("path", kind, folder / f"\udcff\udc80{name}", "refuse")
+    if kind == "long": return Made("path", kind, folder / ("x" * 5000 + name), "refuse")
+    if kind == "up": return Made("path", kind, folder / ("../" * 300 + name), "refuse")
+    head = {".nii": bytes(nifti_bytes(volume(rng))), ".gz": gzip.compress(bytes(nifti_bytes(volume(rng))), mtime=0), ".dcm": dicom_bytes(dicom(volume(rng), 4, enhanced=True)),
+        ".png": _image_bytes(np.zeros((9, 9), np.uint16), ".png"), ".tif": bomb(rng, ".tif")}.get(Path(name).suffix, b"case,path\n")
+    path = _write(folder, name, head if rng.random() < 0.7 else b"")
+    os.truncate(path, 2**40)
+    return Made("path", f"{kind}, {name}", path)
+
+
 # runs
 
 def run_db(rng, folder):
     "A run directory whose database is damaged or hostile."
     path = folder / "run.db"
-    kind = rng.choice(("flip", "cut", "block", "view", "trigger", "endless_view", "other_schema", "blobs", "json", "counts", "empty", "not_regular", "types"))
+    kind = rng.choice(("flip", "cut", "block", "view", "trigger", "endless_view", "other_schema", "blobs", "json", "counts", "empty", "not_regular", "types", "markup", "recipe"))
     if kind == "not_regular": return Made("run", kind, not_regular(rng, folder, "run.db").parent, "refuse")
     if kind == "empty": return Made("run", kind, _write(folder, "run.db", b"").parent, "refuse")
     source = Path(__file__).parents[1] / "fixtures/run_v1/run.db"
@@ -510,6 +638,14 @@ def run_db(rng, folder):
     elif kind == "other_schema":
         for t in tables: db.execute(f'DROP TABLE "{t}"')
         db.execute("CREATE TABLE meta (a, b, c, d)")
+    elif kind == "markup":
+        bad = "<script>alert(1)</script>\x1b[2J"
+        for key, value in dict(recipe=[bad, bad, {bad: bad}], state=bad, best=dict(metric=bad, value=1.0, step=2)).items():
+            db.execute("INSERT OR REPLACE INTO meta(key, value) VALUES(?, ?)", (key, json.dumps(value)))
+    elif kind == "recipe":
+        value = rng.choice((["os", "system", {}], ["medlab.recipes.base", "Path", {}], ["medlab.recipes.origin", "secrets.token_bytes", {"nbytes": 9}], [], ["x"],
+            "text", 5, {"a": 1}, ["subprocess", "Popen", {"args": "true"}], ["medlab.recipes.restoration", "Restoration", [1]], [1, 2, 3]))
+        db.execute("INSERT OR REPLACE INTO meta(key, value) VALUES('recipe', ?)", (json.dumps(value),))
     elif kind == "types":
         for t in tables:
             for c in [r[1] for r in db.execute(f'PRAGMA table_info("{t}")')]:
@@ -556,7 +692,7 @@ def checkpoint(rng, folder):
     return Made("checkpoint", kind, _write(folder, "step_1.pt", raw), "refuse")
 
 
-FAMILIES = [nifti] * 4 + [dicom_one] * 4 + [dicom_series] * 2 + [image] * 3 + [table, settings, msd, run_db, checkpoint]
+FAMILIES = [nifti] * 4 + [dicom_one] * 4 + [dicom_packed] * 3 + [dicom_series] * 2 + [image] * 3 + [tiff_volume, strange_path, table, settings, msd, run_db, checkpoint]
 
 
 def make(

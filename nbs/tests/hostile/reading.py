@@ -58,15 +58,41 @@ def picture(path):
     return _same(read_image(path).data, path)
 
 
+def pages(path):
+    from medlab.oct.scans import read_pages
+    _each(path.parent)
+    return _same(read_pages(path)[0], path)
+
+
+def strange(path):
+    "Each reader for its name; all that look for cases at it."
+    from medlab.core import UserError
+    with contextlib.suppress(UserError): _each(path)
+    by = {".nii": nifti_alone, ".gz": nifti_alone, ".dcm": dicom_alone, ".png": picture, ".tif": picture, ".csv": listed, ".yaml": settings, ".json": listed}
+    by[path.suffix](path)
+
+
+def nifti_alone(path):
+    from medlab.data.volume import read_grid, read_volume
+    with contextlib.suppress(ValueError): read_grid(path)
+    read_volume(path)
+
+
+def dicom_alone(path):
+    from medlab.data.dicom import read_dicom
+    read_dicom(path)
+
+
 def _each(folder):
     "What finds cases in folders looks at the folder: it must name its faults and may not end."
-    from medlab.data.cases import find_cases
+    from medlab.data.cases import Report, find_cases
     from medlab.oct.files import find_oct, inspect_oct_case
     from medlab.slices.files import find_slices
     for find in (find_slices, find_oct, find_cases):
         with contextlib.suppress(ValueError):
             for case in find(folder):
-                if find is find_oct: inspect_oct_case(case)
+                if find is not find_oct: continue
+                _shown(Report([inspect_oct_case(case)])._repr_html_())
 
 
 def listed(path):
@@ -99,10 +125,30 @@ def decathlon(path):
     for c in find_labelled(path).cases: c.read()
 
 
+def _shown(text):
+    "Raise for markup that a notebook would run."
+    if "<script" in text: raise SystemError(f"markup: {text[:300]}")
+
+
+def _listed(root):
+    "`medlab runs`: one bad run may not hide the others, and nothing may steer the terminal."
+    from medlab.cli.main import runs
+    from medlab.core import UserError
+    with contextlib.redirect_stdout(out := io.StringIO()), contextlib.redirect_stderr(out):
+        with contextlib.suppress(UserError): runs([str(root)])
+    if "\x1b" in out.getvalue(): raise SystemError(f"control characters: {out.getvalue()[:300]!r}")
+
+
 def run(path):
+    from medlab.core import UserError
     from medlab.run.directory import Run
-    str(Run.list(path.parent))
+    from medlab.train.state import recipe_of
+    _shown((runs := Run.list(path.parent))._repr_html_())
+    for other in runs: other.close()
+    _listed(path.parent)
+    with contextlib.suppress(UserError): recipe_of(path)
     r = Run(path)
+    _shown(r._repr_html_())
     try: r.state, r.step, r.names(), r.meta, r.events(), r.changes(), r.checkpoints(), r.summary(), repr(r), [r.metrics(n) for n in [*r.names()][:3]]
     finally: r.close()
 
@@ -116,12 +162,27 @@ def checkpoint(path):
     if (path.parent / "ran").exists(): raise SystemError("code ran")
 
 
-READERS = {"nifti": nifti, "nifti.gz": nifti, "dicom": dicom, "dicom series": series, "png": picture, "tiff": picture, "jpeg": picture,
+READERS = {"nifti": nifti, "nifti.gz": nifti, "dicom": dicom, "dicom series": series, "dicom packed": dicom, "tiff volume": pages, "path": strange, "png": picture, "tiff": picture, "jpeg": picture,
            "csv": listed, "yaml": settings, "json": decathlon, "run": run, "checkpoint": checkpoint}
 
 
+def _those():
+    "This process and the one that decodes for it."
+    with open(f"/proc/self/task/{os.getpid()}/children") as f: return ["self", *f.read().split()]
+
+
 def _peak():
-    with open("/proc/self/status") as f: return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
+    "Bytes that were resident at the most, of both together."
+    total = 0
+    for p in _those():
+        with contextlib.suppress(OSError, StopIteration), open(f"/proc/{p}/status") as f:
+            total += next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
+    return total
+
+
+def _forget_peak():
+    for p in _those():
+        with contextlib.suppress(OSError), open(f"/proc/{p}/clear_refs", "w") as f: f.write("5")
 
 
 def one(format, path):
@@ -142,7 +203,7 @@ def main():
     from medlab.recipes import fast_ddpm  # noqa: F401
     for line in sys.stdin:
         asked = json.loads(line)
-        with open("/proc/self/clear_refs", "w") as f: f.write("5")
+        _forget_peak()
         before, start = _peak(), time.perf_counter()
         outcome, said = one(asked["format"], os.fsdecode(bytes.fromhex(asked["path"])))
         print(json.dumps(dict(outcome=outcome, said=said, seconds=time.perf_counter() - start, bytes=_peak() - before)), file=answers, flush=True)
