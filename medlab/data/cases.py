@@ -223,9 +223,12 @@ class Check:
         return "; ".join(str(f) for f in self.findings if f.fatal)
 
 # %% ../../nbs/data/04_cases.ipynb #c69a9ec0
+_PASSING = re.compile("pip install|its decoder |no process can be started")
+
+
 def _of_the_moment(error):
-    "Whether an error may be gone the next time though the files are the same: memory, permission, what is installed."
-    if "pip install" in str(error): return True
+    "Whether an error may be gone the next time though the files are the same: memory, time, permission, packages."
+    if _PASSING.search(str(error)): return True
     while error is not None:
         if isinstance(error, (MemoryError, ImportError)) or isinstance(error, OSError) and error.errno: return True
         error = error.__cause__
@@ -367,7 +370,7 @@ def inspect_each(
     texts = texts_of(partial(_told, inspect), cases, _failed, doing, threads)
     return [Check.of_text(c, t) for c, t in zip(cases, texts)]
 
-
+# %% ../../nbs/data/04_cases.ipynb #5d2f1ac2
 def inspect_cases(
     cases,  # any iterable of cases
     resample:bool=False,  # see `inspect_case`

@@ -203,11 +203,19 @@ def _spacing_source(h):
     has = lambda name: _get(places, name) is not None
     plane = next((text for text, there in (("per-frame groups", holds(frames)), ("shared groups", holds(shared)),
                                            ("header", h.get("PixelSpacing"))) if there), "no PixelSpacing")
-    kinds = ("ImagePositionPatient", "SpacingBetweenSlices", "SliceThickness")
-    across = next((k.replace("ImagePositionPatient", "positions") for k in kinds if has(k)), "nothing")
+    tags = ("ImagePositionPatient", "SpacingBetweenSlices", "SliceThickness")
+    across = next((tag for tag in tags if has(tag)), "nothing").replace(tags[0], "positions")
     return f"{plane}, {across}"
 
 
+def _said(h):
+    "What a header says of its device."
+    text = lambda name: printable(str(h.get(name) or "").strip("\0 "), 80) or "unknown"
+    codec = UID(h.file_meta.get("TransferSyntaxUID") or "").name or "unknown"
+    return {"manufacturer": text("Manufacturer"), "model": text("ManufacturerModelName"), "codec": codec,
+            "spacing from": _spacing_source(h)}
+
+# %% ../../nbs/data/02_images.ipynb #06a126e5
 def maker_facts(
     path,  # a file, or the folder of DICOM
     series:str="",  # SeriesInstanceUID or number, where the folder holds several; "": of its first file
@@ -221,10 +229,7 @@ def maker_facts(
             h = read_header(p, "Manufacturer", "ManufacturerModelName")
         except UserError: return dict(manufacturer="header damaged")
         if str(series) not in ("", str(h.get("SeriesInstanceUID")), str(h.get("SeriesNumber"))): continue
-        said = lambda name: printable(str(h.get(name) or "").strip("\0 "), 80) or "unknown"
-        codec = UID(h.file_meta.get("TransferSyntaxUID") or "").name or "unknown"
-        return {"manufacturer": said("Manufacturer"), "model": said("ManufacturerModelName"), "codec": codec,
-                "spacing from": _spacing_source(h)}
+        return _said(h)
     return {}
 
 # %% ../../nbs/data/02_images.ipynb #d73ce5ab

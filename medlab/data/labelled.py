@@ -150,11 +150,12 @@ def _inspect_images(check, images, intensity, label):
     "Shape, spacing, ranges and notes of the channels; raises `UserError` for one that cannot be normalized."
     first = images[0]
     check.shape, check.spacing = first.shape, first.spacing
-    for v in images:
+    for i, v in enumerate(images):
+        part = f"image{i or ''}"
         intensity.apply(v.data)
-        check.ranges[v.name or "image"] = tuple(float(q) for q in np.percentile(v.data, (1, 99)))
-        check.see(v.name or "image", v.data, v.spacing, None if label is None else np.maximum(label.data, 0))
-    check.prints |= {f"image{i or ''}": fingerprint(v.data) for i, v in enumerate(images)}
+        check.ranges[part] = tuple(float(q) for q in np.percentile(v.data, (1, 99)))
+        check.see(part, v.data, v.spacing, None if label is None else np.maximum(label.data, 0))
+        check.prints[part] = fingerprint(v.data)
     for note in first.notes: check.say("", note, fatal=False)
 
 # %% ../../nbs/data/12_labelled.ipynb #129e0564

@@ -27,7 +27,7 @@ from ..core import UserError
 from .readers import ReaderDied, Readers, can_travel
 from .remembered import Remembered, believed, cache_folder, files_of, key_of, settled
 
-# %% ../../nbs/preflight/02_each.ipynb #8f6ca90f
+# %% ../../nbs/preflight/02_each.ipynb #3a41d8dc
 GROWTH = 40  # bytes that a byte of a file may become while it is read
 SHARE = 0.25  # of the free memory, for all cases that are read at once
 _LIMIT, _USED = (Path("/sys/fs/cgroup") / f"memory.{n}" for n in ("max", "current"))
@@ -39,7 +39,7 @@ def free_memory() -> int:  # bytes
     try: return min(left, int(_LIMIT.read_text()) - int(_USED.read_text()))
     except (OSError, ValueError): return left  # there is no container, or it has no limit
 
-
+# %% ../../nbs/preflight/02_each.ipynb #1cdcb3de
 class Turns:
     "Which case is read next, in their order, but for those that must wait for memory."
 
@@ -96,7 +96,7 @@ def how_many(
     if told: return min(told, cases) or 1, True
     return n, told is None and (cases >= MANY or size >= LARGE)
 
-# %% ../../nbs/preflight/02_each.ipynb #a7b62823
+# %% ../../nbs/preflight/02_each.ipynb #69b0c36a
 QUIET, PAUSE = 2.0, 15.0  # s before a bar appears; s between two lines
 
 
@@ -107,7 +107,7 @@ def time_left(
     if seconds < 120: return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
-
+# %% ../../nbs/preflight/02_each.ipynb #bb035104
 class Progress:
     "Says how many of the cases were looked at, and how long the rest will take."
 
@@ -118,7 +118,7 @@ class Progress:
         live:bool=None,  # a bar; None: on a screen and in a notebook
     ):
         live = (sys.stderr.isatty() or "ipykernel" in sys.modules) if live is None else live
-        self.doing, self.total, self.done, self.bad = doing, total, 0, 0
+        self.doing, self.total, self.done = doing, total, 0
         self.start = self.said = time.monotonic()
         self.known = f"{known:,} remembered, " if known else ""
         self.bar = tqdm(total=total, desc=doing, delay=QUIET, leave=False, unit="case") if doing and live else None
@@ -137,7 +137,7 @@ class Progress:
         "Take the bar away."
         if self.bar is not None: self.bar.close()
 
-# %% ../../nbs/preflight/02_each.ipynb #aef48cc8
+# %% ../../nbs/preflight/02_each.ipynb #4f510de5
 @dataclass
 class _Work:
     "Cases that are to be read, and what is known of them."
@@ -153,7 +153,7 @@ def _alone(look, case):
     except MemoryError: return None, False, "there is not enough memory to read it; free some, or leave it out"
     except Exception as e: return None, False, f"its inspection failed ({type(e).__name__}: {str(e)[:200]})"
 
-
+# %% ../../nbs/preflight/02_each.ipynb #52080182
 def _asked(readers, i, look, case):
     "What a reader finds: (text, lasting, error)."
     try: answer = readers.ask(i, look, case)
@@ -193,7 +193,7 @@ def _read(look, cases, sizes, most):
     else:
         with Readers(n, look, cases[next(iter(sizes))]) as readers: yield from _results(work, n, readers)
 
-# %% ../../nbs/preflight/02_each.ipynb #de552833
+# %% ../../nbs/preflight/02_each.ipynb #397f2f2b
 KEPT = 2.0  # s between two writes of what was found
 
 
@@ -218,7 +218,7 @@ class _Keeper:
         self.store.put(self.waiting)
         self.waiting, self.last = {}, time.monotonic()
 
-
+# %% ../../nbs/preflight/02_each.ipynb #28885e4c
 @functools.lru_cache(64)
 def _hash_of(module):
     "A hash of a module's file, which says what its functions do; without one a text that is not remembered."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fastcore.basics import patch
 
-# %% ../../nbs/preflight/05_faults.ipynb #2f1e0cf4
+# %% ../../nbs/preflight/05_faults.ipynb #d82cbe98
 _KINDS_OF_REASON = (
     ("no pixel data", "no pixel data"), ("vendor's file unreadable", "OCT-Converter|no OCT volume|Analyze"),
     ("extra not installed", "pip install"), ("file is not there", "is not there|are not there|no such file"),
@@ -29,7 +29,7 @@ _KINDS_OF_REASON = (
     ("unknown label", "holds label"), ("part missing", "missing; it has|modalities needed|no partner|channel"),
     ("constant", "is constant|nearly constant"), ("not finite", "NaN"))
 
-
+# %% ../../nbs/preflight/05_faults.ipynb #086306cf
 def reason_kind(
     reason:str,  # why a case is in quarantine
 ) -> str:

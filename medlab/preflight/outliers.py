@@ -29,7 +29,7 @@ def scores(
     scale = max(np.median(np.abs(apart)) / 0.6745, abs(middle) / 100 if floor is None else floor)
     return apart / scale if scale > 0 else np.where(apart == 0, 0.0, np.sign(apart) * np.inf)
 
-# %% ../../nbs/preflight/04_outliers.ipynb #7d4dfbfa
+# %% ../../nbs/preflight/04_outliers.ipynb #0c2b9750
 def measures(
     check,  # of an inspection: shape, spacing, ranges, facts
 ) -> dict:  # name of the measure → value
@@ -40,7 +40,7 @@ def measures(
     labels = check.facts.get("labels", {})
     return out | {f"label {i}, mm³": float(f["mm3"]) for i, f in labels.items()}
 
-
+# %% ../../nbs/preflight/04_outliers.ipynb #82b38b01
 @dataclass(frozen=True)
 class Outlier:
     "A value of a case that is unlike the others."
@@ -59,7 +59,7 @@ def _floor(name, table):
     if part == name: return None
     return abs(np.median(table[f"{part} 99th percentile"]) - np.median(table[f"{part} 1st percentile"])) / 100
 
-
+# %% ../../nbs/preflight/04_outliers.ipynb #4ef2b259
 def by_measure(
     checks,  # of an inspection, any iterable
 ) -> dict:  # measure → (names of the sound cases that have it, their values)
@@ -70,7 +70,7 @@ def by_measure(
         for k, v in (measures(c) if not c.reason else {}).items(): table[k][1].append(float(v))
     return table
 
-
+# %% ../../nbs/preflight/04_outliers.ipynb #573a87bd
 def outliers(
     checks,  # of an inspection, any iterable
 ) -> list:  # of `Outlier`, the farthest first

@@ -22,12 +22,12 @@ from ..core import UserError, printable
 from .faults import reason_kind
 from .outliers import RULE, by_measure
 
-# %% ../../nbs/preflight/06_page.ipynb #8ba24f3b
+# %% ../../nbs/preflight/06_page.ipynb #5b59d05f
 def _text(value, most=400):
     "Any value as text within HTML."
     return html.escape(printable(str(value), most))
 
-
+# %% ../../nbs/preflight/06_page.ipynb #cdafe24d
 _STYLE = """
 :root { color-scheme: light dark; --bg: #f6f7f9; --card: #fff; --ink: #1c2127; --soft: #667080; --line: #dde1e7;
   --bar: #8aa4c8; --bad: #b3261e; --badbg: #fbe9e7; --note: #8a5a00; --notebg: #fff3d6; --ok: #1b6e3c; --okbg: #e2f3e8 }
@@ -43,7 +43,8 @@ h3 { font-size: .95rem; margin: 0 } p { margin: .3rem 0 } .soft { color: var(--s
 .tile, .plot, article { background: var(--card); border: 1px solid var(--line); border-radius: 6px;
   padding: .5rem .7rem }
 .tile b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums } .tile.bad b { color: var(--bad) }
-.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 6px }
+.scroll { overflow-x: auto; width: fit-content; max-width: 100%; background: var(--card);
+  border: 1px solid var(--line); border-radius: 6px }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
 th { color: var(--soft); font-weight: 600 } tr:last-child td { border-bottom: 0 }
@@ -54,7 +55,7 @@ svg { display: block; width: 100% } .plot svg { height: 46px; margin: .3rem 0 .1
   padding: .5rem 0; background: var(--bg) }
 input, select { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line);
   border-radius: 5px; padding: .3rem .5rem } input { flex: 1 1 14rem }
-article { display: grid; grid-template-columns: 168px minmax(0, 1fr) 150px; gap: .3rem .9rem; margin: 0 0 .5rem;
+article { display: grid; grid-template-columns: 168px minmax(0, 1fr) 23rem; gap: .3rem .9rem; margin: 0 0 .5rem;
   content-visibility: auto; contain-intrinsic-size: auto 92px } article[hidden] { display: none }
 article img, .none { width: 168px; height: 56px; border-radius: 3px; background: #000; object-fit: contain;
   object-position: left } .none { background: var(--bg); color: var(--soft); display: grid; place-items: center }
@@ -62,7 +63,8 @@ article img, .none { width: 168px; height: 56px; border-radius: 3px; background:
   color: var(--ok); background: var(--okbg) } .chip.bad { color: var(--bad); background: var(--badbg) }
 .chip.note { color: var(--note); background: var(--notebg) }
 ul { margin: .25rem 0 0; padding-left: 1.1rem } li.bad, .mark { color: var(--bad) }
-.hist { font-size: .75rem; color: var(--soft) } .hist svg { height: 26px }
+.hist { font-size: .75rem; color: var(--soft); display: flex; flex-wrap: wrap; gap: .2rem .7rem }
+.hist > figure { margin: 0; width: 7rem } .hist svg { height: 26px }
 @media (max-width: 44rem) { article { grid-template-columns: 1fr } }
 """
 
@@ -97,7 +99,7 @@ filter();
 _HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
 _POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
 
-# %% ../../nbs/preflight/06_page.ipynb #3bac9820
+# %% ../../nbs/preflight/06_page.ipynb #9f757f6c
 def _bars(counts, width=150, height=26):
     "A drawing of counts."
     step, top = width / len(counts), max(*counts, 1)
@@ -105,7 +107,7 @@ def _bars(counts, width=150, height=26):
     path = "".join(f"M{i * step:.4g} {height}v-{h:.3g}h{step * 0.92:.3g}v{h:.3g}z" for i, h in up)
     return f'<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none"><path class="bars" d="{path}"/></svg>'
 
-
+# %% ../../nbs/preflight/06_page.ipynb #ca68dbb5
 def _ends(lo, hi):
     "The two ends of an axis below a drawing."
     return f'<div class="axis"><span>{lo:.4g}</span><span>{hi:.4g}</span></div>'
@@ -123,7 +125,7 @@ def _spread(name, values, odd, width=240, height=46):
     return (f'<div class="plot"><h3>{_text(name, 80)}</h3><div class="soft">median {np.median(x):.4g} · {len(x):,} '
             f'cases{told}</div>{bars.replace("</svg>", marks + "</svg>")}{_ends(lo, hi)}</div>')
 
-# %% ../../nbs/preflight/06_page.ipynb #4a9718c1
+# %% ../../nbs/preflight/06_page.ipynb #448958e9
 MOST = dict(findings=8, labels=8, histograms=3, plots=24)  # of each case, and of the page; the rest is counted
 
 
@@ -150,7 +152,7 @@ def _measured(check):
     if dicom: lines.append(", ".join(f"{v}" for v in dicom.values() if v))
     return "".join(f'<div class="soft">{_text(line, 600)}</div>' for line in lines)
 
-
+# %% ../../nbs/preflight/06_page.ipynb #0c3c6699
 def _findings(check, odd):
     "What was found, the fatal first."
     found = sorted(check.findings, key=lambda f: not f.fatal)
@@ -159,11 +161,11 @@ def _findings(check, odd):
     items = [*some, *([("", more)] if more else []), *marks]
     return f"<ul>{''.join(f'<li class={chr(34)}{c}{chr(34)}>{_text(t)}</li>' for c, t in items)}</ul>" if items else ""
 
-# %% ../../nbs/preflight/06_page.ipynb #417fbffe
+# %% ../../nbs/preflight/06_page.ipynb #a6dc0ebd
 def _histograms(check):
     "The histograms of a case's parts."
     parts, more = _more(list(check.facts.get("histograms", {}).items()), "histograms")
-    drawn = (f"<div>{_text(m, 40)}</div>{_bars(counts)}{_ends(lo, hi)}" for m, (lo, hi, counts) in parts)
+    drawn = (f"<figure>{_text(m, 40)}{_bars(counts)}{_ends(lo, hi)}</figure>" for m, (lo, hi, counts) in parts)
     return f'<div class="hist">{"".join(drawn)}{_text(more)}</div>'
 
 
@@ -173,7 +175,7 @@ def _picture(check):
     if not re.fullmatch("[A-Za-z0-9+/=]+", image): return '<div class="none">no picture</div>'
     return f'<img loading="lazy" decoding="async" alt="" src="data:image/jpeg;base64,{image}">'
 
-
+# %% ../../nbs/preflight/06_page.ipynb #8d215d3c
 def kinds_of(
     check,  # of an inspection
     odd:list,  # its outliers
@@ -195,7 +197,7 @@ def _case(i, check, odd):
             f'<span class="chip {chip}">{kinds[0]}</span></h3>{_measured(check)}{_findings(check, odd)}</div>'
             f'{_histograms(check)}</article>\n')
 
-# %% ../../nbs/preflight/06_page.ipynb #9b1361a8
+# %% ../../nbs/preflight/06_page.ipynb #3371436e
 def _table(head, rows):
     "A table in a frame that scrolls by itself."
     row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{_text(c)}</{tag}>" for c in cells) + "</tr>"
@@ -205,7 +207,7 @@ def _table(head, rows):
 
 def _tile(n, text, bad=False): return f'<div class="tile{" bad" * bad}"><b>{n:,}</b>{_text(text)}</div>'
 
-
+# %% ../../nbs/preflight/06_page.ipynb #3fcd795b
 def _summary(checks, odd, notes, tables):
     "Counts, notes and tables of all cases together."
     kinds = Counter(kinds_of(c, odd.get(c.case.name, []))[0] for c in checks)
@@ -220,7 +222,7 @@ def _summary(checks, odd, notes, tables):
     lines = [line for n in notes for line in n.split("\n")]
     if lines: yield "<h2>Notes</h2>" + "".join(f"<p>{_text(line, 1000)}</p>" for line in lines)
 
-
+# %% ../../nbs/preflight/06_page.ipynb #88eeaa7b
 def _plots(checks, found):
     "How the measures of the sound cases are spread, those with outliers first."
     odd = {}
@@ -233,11 +235,10 @@ def _plots(checks, found):
     return (f'<h2>Sizes and intensities of the sound cases</h2><p class="soft">{_text(rule, 900)}</p>'
             f'<div class="plots">{drawn}</div>')
 
-# %% ../../nbs/preflight/06_page.ipynb #5977bba0
+# %% ../../nbs/preflight/06_page.ipynb #e9d73519
 _CONTROLS = """<div class="controls"><input id="find" type="search" placeholder="find by name, finding, maker …">
-<select id="kind" aria-label="kind"><option value="">all cases</option>
-<option>quarantine</option><option>outlier</option>
-<option>note</option><option>sound</option></select><select id="sort" aria-label="order">
+<select id="kind" aria-label="kind"><option value="">all cases</option><option>quarantine</option>
+<option>outlier</option><option>note</option><option>sound</option></select><select id="sort" aria-label="order">
 <option value="i">worst first</option><option value="name">by name</option>
 <option value="-far">most unlike first</option><option value="-z">thickest slices first</option>
 <option value="-voxels">largest first</option></select><span id="count" class="soft"></span></div>"""
@@ -256,8 +257,8 @@ def page(
     for o in found: odd.setdefault(o.case, []).append(o)
     rank = lambda c: _RANK[kinds_of(c, odd.get(c.case.name, []))[0]]
     yield (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
-           f'content="{_POLICY}"><meta name="viewport" content="width=device-width, initial-scale=1"><title>Preflight: '
-           f'{_text(title, 200)}</title><style>{_STYLE}</style></head><body><h1>Preflight</h1>'
+           f'content="{_POLICY}"><meta name="viewport" content="width=device-width, initial-scale=1">'
+           f'<title>Preflight: {_text(title, 200)}</title><style>{_STYLE}</style></head><body><h1>Preflight</h1>'
            f'<p class="soft">{_text(title)}</p>')
     yield from _summary(checks, odd, notes, tables)
     yield _plots(checks, found)
@@ -265,7 +266,7 @@ def page(
     for i, c in enumerate(sorted(checks, key=rank)): yield _case(i, c, odd.get(c.case.name, []))
     yield f"</main><script>{_SCRIPT}</script></body></html>\n"
 
-
+# %% ../../nbs/preflight/06_page.ipynb #15026d48
 def write_whole(
     path,  # file; one that is there is replaced
     parts,  # texts

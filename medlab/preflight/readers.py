@@ -42,14 +42,14 @@ def _read(line):
         try: line.send_bytes(json.dumps(_answer(asked)).encode())
         except OSError: os._exit(0)
 
-# %% ../../nbs/preflight/01_readers.ipynb #84c1596d
+# %% ../../nbs/preflight/01_readers.ipynb #ace52d57
 def _death(status):
     "How a process ended, in words."
     if not os.WIFSIGNALED(status): return f"exit status {os.waitstatus_to_exitcode(status)}"
     name = signal.Signals(os.WTERMSIG(status)).name
     return f"{name}, as where memory runs out" if name == "SIGKILL" else name
 
-
+# %% ../../nbs/preflight/01_readers.ipynb #131e345d
 def serve(
     numbers,  # file descriptors, one for each reader
 ):
@@ -71,7 +71,7 @@ def serve(
             line.send_bytes(json.dumps(dict(died=_death(status))).encode())
             waiting = [line]
 
-# %% ../../nbs/preflight/01_readers.ipynb #c0024186
+# %% ../../nbs/preflight/01_readers.ipynb #8f1b185e
 _CODE = ("import sys; sys.path[:] = {path!r}; "
          "from medlab.preflight.readers import serve; serve({numbers!r})")
 
@@ -93,7 +93,7 @@ def can_travel(
     try: return bool(pickle.dumps((look, case)))
     except Exception: return False  # whatever an object's own way to pickle leads to
 
-
+# %% ../../nbs/preflight/01_readers.ipynb #e943cd0f
 class ReaderDied(Exception): "A reader ended with the case that it was given."
 
 # %% ../../nbs/preflight/01_readers.ipynb #e1579f84
@@ -118,7 +118,7 @@ class Readers:
     def __enter__(self): return self
     def __exit__(self, *error): self.close(bool(error[0]))
 
-# %% ../../nbs/preflight/01_readers.ipynb #8701e688
+# %% ../../nbs/preflight/01_readers.ipynb #595d7575
 @patch
 def ready(self:Readers,
     i:int,  # which reader
@@ -141,7 +141,7 @@ def ask(self:Readers,
     if how := answer.get("died"): raise ReaderDied(how)
     return answer
 
-
+# %% ../../nbs/preflight/01_readers.ipynb #94b574bb
 @patch
 def close(self:Readers,
     at_once:bool=False,  # do not wait for what is being read

@@ -54,10 +54,10 @@ def settled(
     "Whether there are files, none of which has changed so lately that it may change again unseen."
     return bool(stamps) and max(s[2] for s in stamps) < (now - FRESH) * 1e9
 
-# %% ../../nbs/preflight/00_remembered.ipynb #8063c6e6
+# %% ../../nbs/preflight/00_remembered.ipynb #b43b2cec
 LIBRARIES = ("numpy", "scipy", "nibabel", "pydicom", "pillow", "tifffile", "python-gdcm", "pylibjpeg",
              "pylibjpeg-openjpeg", "pylibjpeg-libjpeg", "oct-converter", "torch", "monai")
-ROOMS = ("preflight", "intake", "cohort", "data", "slices", "oct")  # of medlab, that read and judge
+ROOMS = ("preflight", "intake", "cohort", "geometry", "data", "slices", "oct")  # of medlab, that read and judge
 
 
 def _version(name):
@@ -86,7 +86,7 @@ def key_of(
     whole = json.dumps([code_version(), os.environ.get("MEDLAB_LIMITS", ""), told, stamps])
     return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
-# %% ../../nbs/preflight/00_remembered.ipynb #54b958b8
+# %% ../../nbs/preflight/00_remembered.ipynb #1331e4c1
 VARIABLE = "MEDLAB_CACHE"  # folder of the store; "off": nothing is kept
 MOST = 2**28  # bytes of values that are kept: some 50,000 cases
 _TABLE = ("CREATE TABLE IF NOT EXISTS found (key TEXT PRIMARY KEY, used INTEGER, bytes INTEGER, digest BLOB, value "
@@ -100,7 +100,7 @@ def cache_folder() -> Path:  # None: nothing is to be kept
     if told.lower() in ("off", "0", "none"): return None
     return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medlab"
 
-
+# %% ../../nbs/preflight/00_remembered.ipynb #c65d9152
 @contextlib.contextmanager
 def reread(
     on:bool=True,  # False: nothing changes
@@ -115,7 +115,7 @@ def believed() -> bool:
     "Whether this thread takes what is remembered in the place of a reading."
     return not getattr(_on, "anew", False)
 
-# %% ../../nbs/preflight/00_remembered.ipynb #d1d2fae7
+# %% ../../nbs/preflight/00_remembered.ipynb #12189f65
 def _digest(key, value): return hashlib.blake2b(f"{key} {value}".encode(), digest_size=8).digest()
 
 
@@ -123,7 +123,7 @@ def _damaged(error):
     "Whether an error says that the file is no store of ours, rather than that it is in use or out of reach."
     return type(error) is sqlite3.DatabaseError or "no such" in str(error) or "has no column" in str(error)
 
-
+# %% ../../nbs/preflight/00_remembered.ipynb #bb43e0ed
 class Remembered:
     "Texts by their keys in a file, up to a number of bytes; where it cannot be used it is empty and says why."
 
@@ -146,7 +146,7 @@ class Remembered:
             raise
         return db
 
-# %% ../../nbs/preflight/00_remembered.ipynb #31a59597
+# %% ../../nbs/preflight/00_remembered.ipynb #ca8e784f
 @patch
 def _within(self:Remembered, do, otherwise):
     "What `do(connection)` gives in one transaction; a damaged file is made anew, and one out of reach given up."
@@ -160,7 +160,7 @@ def _within(self:Remembered, do, otherwise):
         except (OSError, RuntimeError) as e: self.why = f"{self.file}: {getattr(e, 'strerror', None) or e}"
     return otherwise
 
-
+# %% ../../nbs/preflight/00_remembered.ipynb #a97c3915
 @patch
 def _discard(self:Remembered):
     "Remove a damaged file."
@@ -174,6 +174,7 @@ def get(self:Remembered,
 ) -> dict:  # key → text, of those that are remembered and whole
     "What is remembered, which counts as used now."
     def found(db):
+        "Those that are there."
         rows = [r for k in {*keys} - {""} for r in db.execute(
             "SELECT key, used, digest, value FROM found WHERE key = ?", (k,))]
         whole = {k: (used, v) for k, used, digest, v in rows if isinstance(v, str) and digest == _digest(k, v)}
@@ -183,13 +184,14 @@ def get(self:Remembered,
         return {k: v for k, (_, v) in whole.items()}
     return self._within(found, {})
 
-# %% ../../nbs/preflight/00_remembered.ipynb #5f90d88d
+# %% ../../nbs/preflight/00_remembered.ipynb #80c2d3b4
 @patch
 def put(self:Remembered,
     found:dict,  # key → text
 ):
     "Remember texts; those used longest ago are forgotten where they all do not fit."
     def keep(db):
+        "Write, and forget."
         now = int(time.time())
         db.executemany("INSERT OR REPLACE INTO found VALUES (?, ?, ?, ?, ?)",
             [(k, now, len(v.encode()), _digest(k, v), v) for k, v in found.items() if k])

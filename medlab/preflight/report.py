@@ -41,10 +41,10 @@ def _markdown(rows):
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(r, width)) + " |" for r in rows]
     return [lines[0], "|" + "|".join("-" * (w + 2) for w in width) + "|", *lines[1:]]
 
-# %% ../../nbs/preflight/07_report.ipynb #4d0b38dc
+# %% ../../nbs/preflight/07_report.ipynb #7239c225
 SHOWN = 40  # cases in a terminal and in a notebook
 
-
+# %% ../../nbs/preflight/07_report.ipynb #ba1a52a8
 @dataclass(repr=False)
 class Report:
     "The checks of a data set as a table."
@@ -123,7 +123,7 @@ def sentences(self:Report) -> list:
     first = "; ".join(map(str, odd[:5])) + f"; and {len(odd) - 5:,} more" * (len(odd) > 5)
     return [*self.notes, f"unlike the others (robust z-score above {LIMIT}) in {n:,} case{'s' * (n > 1)}: {first}"]
 
-# %% ../../nbs/preflight/07_report.ipynb #b4012cee
+# %% ../../nbs/preflight/07_report.ipynb #be8be6a3
 @patch
 def _records(self:Report):
     "A dictionary for each case."
@@ -136,7 +136,7 @@ def _records(self:Report):
             outlier="; ".join(o.measure for o in mine))
         yield {k: printable(v, 4000) for k, v in (verdict | c.facts.get("dicom", {})).items()} | measures(c)
 
-
+# %% ../../nbs/preflight/07_report.ipynb #347b15e5
 @patch
 def to_csv(self:Report,
     path,  # file; one that is there is replaced

@@ -378,6 +378,13 @@ def _loaded(case, factor, profile, thickness, for_prediction, hu, alike):
     return replace(made, notes=(*case.notes, *kept, *made.notes), thin=None if for_prediction else made.thin)
 
 # %% ../../nbs/slices/03_pairs.ipynb #7ff75fa1
+def _refuse_settings(factor=5, profile="box", thickness=None, **others):
+    "Raise for what no case can be read with."
+    _refuse_factor(factor)
+    if factor < 2: raise UserError("factor 1 asks for as many thin slices as thick ones; at least 2 are needed")
+    SliceProfile(profile, 1.0 if thickness is None else thickness)
+
+
 def load_slices(
     case,  # anything with name, fault, notes, modalities, facts() and read()
     factor:int=5,  # thin slices per thick one, R ≥ 2
@@ -388,9 +395,7 @@ def load_slices(
     alike:float=0.8,  # least correlation of details of thick and averaged thin slices, ≤ 1; −1: not asked
 ) -> LoadedSlices:
     "Read a case and bring its thick and thin slices onto one grid; raises `CaseFault` for what is none."
-    _refuse_factor(factor)
-    if factor < 2: raise UserError("factor 1 asks for as many thin slices as thick ones; at least 2 are needed")
-    SliceProfile(profile, 1.0 if thickness is None else thickness)
+    _refuse_settings(factor, profile, thickness)
     if case.fault: raise CaseFault(case.name, case.fault)
     try: return _loaded(case, int(factor), profile, thickness, for_prediction, hu, alike)
     except CaseFault: raise
@@ -432,6 +437,7 @@ def inspect_slices(
     **settings,  # see `load_slices`
 ) -> list:  # of `Check`, in the order of the cases
     "Inspect many cases; raises `UserError` for impossible settings."
+    _refuse_settings(factor, **settings)
     look = partial(inspect_slice_case, factor=factor, **settings)
     return inspect_each(look, cases, threads, "checking scans" * progress)
 
