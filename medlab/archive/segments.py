@@ -14,7 +14,7 @@ import numpy as np
 import pydicom
 from nibabel.affines import apply_affine
 
-from . import __version__
+from .. import __version__
 from ..core import UserError, optional, printable
 from ..data.dicom import _chosen, _grid_of, _headers, _sort, dicom_source
 from ..data.images import is_volume
