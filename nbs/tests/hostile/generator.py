@@ -201,6 +201,7 @@ def dicom(data, z, syntax=ExplicitVRLittleEndian, enhanced=False):
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
     ds.file_meta, ds.SeriesInstanceUID, ds.StudyInstanceUID, ds.FrameOfReferenceUID = meta, "1.2.4", "1.2.5", "1.2.6"
     ds.PatientID, ds.PatientName, ds.Modality, ds.InstanceNumber = "P01", "One^Patient", "CT", z + 1
+    ds.StudyDate, ds.StudyTime = "20200101", "120000"  # gdcm writes the present where there is none
     ds.Rows, ds.Columns = SHAPE[1:]
     ds.ImageOrientationPatient, ds.PixelSpacing, ds.SliceThickness = [1, 0, 0, 0, 1, 0], [0.8, 0.7], 2.5
     ds.BitsAllocated = ds.BitsStored = 16
