@@ -21,7 +21,7 @@ def test_no_file_does_more_than_cost_its_case():
     lines = [f"seed {r.seed}: {r.made.format} {r.made.kind}, must {r.made.must}: {r.outcome}; {r.said[-300:]}" for r in bad[:20]]
     assert not bad, "\n".join([*fuzz.counts(results, lambda r: r.made.format), *lines])
     formats, read, sound = ({r.made.format for r in results if test(r)} for test in (lambda r: True, lambda r: r.outcome == "read", lambda r: r.made.must == "read"))
-    assert len(formats) > 10 and sound <= read and {"nifti", "nifti.gz", "dicom", "dicom series", "tiff"} <= sound
+    assert len(formats) > 10 and sound <= read and {"nifti", "nifti.gz", "dicom", "dicom series"} <= sound
 
 
 def test_the_same_seed_makes_the_same_file(tmp_path):
@@ -32,7 +32,7 @@ def test_the_same_seed_makes_the_same_file(tmp_path):
             folder = tmp_path / f"{i}{again}"
             folder.mkdir()
             m = make(seed, folder)
-            made.append((m.format, m.kind, m.must, m.path.read_bytes() if m.path.is_file() else sorted(p.name for p in m.path.parent.iterdir())))
+            made.append((m.format, m.kind, m.must, m.path.read_bytes() if os.path.isfile(m.path) else sorted(os.listdir(os.path.dirname(m.path)))))
         assert made[0] == made[1], seed
 
 
