@@ -50,9 +50,10 @@ def make_cases(root, n, seed=0, size=12):
         name = f"P{i:05}" + f"-{kind}" * broken
         folder = root / name
         folder.mkdir(parents=True)
+        own = rng.normal(size=(size // 3,) * 3).repeat(3, 0).repeat(3, 1).repeat(3, 2)  # nobody's head is another's copy
         spacing = (5.0, 1.0, 1.0) if i % 997 == 500 else (1.0, 1.0, 1.0)
         for k, m in enumerate(BRATS):
-            data = (head * (300 + 100 * k + 5 * rng.normal(size=head.shape))).astype(np.int16)
+            data = (head * (300 + 100 * k + 40 * own * (1, -1)[k % 2] + 5 * rng.normal(size=head.shape))).astype(np.int16)
             _write(folder / f"{name}-{m}.nii.gz", data, spacing[::-1])
         if broken:
             bad.append(name)
