@@ -296,11 +296,19 @@ def travelling_source(
     return found.close().files(note)
 
 
+def _needed(tree):
+    "The nodes of a tree, but for what is tried where an `ImportError` is caught."
+    tried = isinstance(tree, ast.Try) and any(h.type and "ImportError" in ast.unparse(h.type) for h in tree.handlers)
+    yield tree
+    for n in ast.iter_child_nodes(tree):
+        if not (tried and n in tree.body): yield from _needed(n)
+
+
 def outside_modules(
     files:dict,  # of `travelling_source`
 ) -> set:  # names of top-level modules that are imported from elsewhere
-    "What a copy needs to be installed."
-    nodes = [n for text in files.values() for n in ast.walk(ast.parse(text))]
+    "What a copy needs to be installed; what it can do without is none of it."
+    nodes = [n for text in files.values() for n in _needed(ast.parse(text))]
     names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     names += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
     return {n.split(".")[0] for n in names} - {"__future__"}
