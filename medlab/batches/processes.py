@@ -27,8 +27,15 @@ from .loading import collate
 from ..core import UserError, line_of
 
 # %% ../../nbs/batches/02_processes.ipynb #e118adad
-def _begin(worker):
-    "What a loading process does first."
+def _settings():
+    "What the environment asks of medlab."
+    return {k: v for k, v in os.environ.items() if k.startswith("MEDLAB_")}
+
+
+def _begin(settings, worker):
+    "What a loading process does first; the server that it is forked from may be older than the settings."
+    for k in _settings().keys() - settings: del os.environ[k]
+    os.environ.update(settings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_leave_with, args=(multiprocessing.parent_process(),), name="medlab-parent",
         daemon=True).start()
@@ -61,7 +68,7 @@ def process_loader(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "medlab.batches.loading"])  # a worker starts in a tenth of a second
     return iter(DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate_fn,
-        multiprocessing_context=context, worker_init_fn=_begin, prefetch_factor=ahead,
+        multiprocessing_context=context, worker_init_fn=functools.partial(_begin, _settings()), prefetch_factor=ahead,
         persistent_workers=False))
 
 # %% ../../nbs/batches/02_processes.ipynb #d7ab2adc

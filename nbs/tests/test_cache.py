@@ -130,7 +130,7 @@ def test_a_recipe_trains_to_the_same_bits(name, root, on, tmp_path):
 
 def test_two_loading_processes_share_what_each_has_decoded(root, on, tmp_path):
     new = lambda: RECIPES["segmentation"](tmp_path)
-    truth = trained(new(), tmp_path / "a")
+    truth = trained(new(), tmp_path / "a", workers=2)  # begins the server of processes, which knows of no cache
     cache = on()
     assert trained(new(), tmp_path / "b", workers=2) == truth
     assert len(cache.entries()) == 6 and not any(e.part for e in cache.entries())  # a volume and its maps for each head
