@@ -306,9 +306,10 @@ def _needed(tree):
 
 def outside_modules(
     files:dict,  # of `travelling_source`
+    tried:bool=True,  # what is imported on trial too; False: only what a copy cannot do without
 ) -> set:  # names of top-level modules that are imported from elsewhere
-    "What a copy needs to be installed; what it can do without is none of it."
-    nodes = [n for text in files.values() for n in _needed(ast.parse(text))]
+    "What a copy needs to be installed."
+    nodes = [n for text in files.values() for n in (ast.walk if tried else _needed)(ast.parse(text))]
     names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     names += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
     return {n.split(".")[0] for n in names} - {"__future__"}

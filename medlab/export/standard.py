@@ -53,7 +53,7 @@ def outside_packages(
     files:dict,  # of `travelling_source`
 ) -> dict:  # name → version here
     "What the copied source itself imports beside torch, MONAI and NumPy, which MONAI needs."
-    names = outside_modules(files) - {*sys.stdlib_module_names, "torch", "monai", "numpy"}
+    names = outside_modules(files, tried=False) - {*sys.stdlib_module_names, "torch", "monai", "numpy"}
     return {n: importlib.metadata.version(n) for n in sorted(names)}
 
 # %% ../../nbs/export/08_standard.ipynb #c07b6544
