@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from ..cohort.fingerprint import Fingerprint, fingerprint
 from ..cohort.identity import without_visit
 from ..core import UnknownName, UserError
-from ..intake.opened import lies_there
+from ..intake.opened import lies_there, within
 from ..preflight.each import texts_of
 from ..preflight.facts import histogram, picture
 from ..preflight.report import Report
@@ -128,12 +128,15 @@ def _check_names(names):
 
 # %% ../../nbs/data/04_cases.ipynb #1a77c44c
 def _folders(root):
-    "(folder, its files) below a root, sorted; hidden ones are left out."
-    seen = set()
+    "(folder, its files) below a root, sorted; hidden ones are left out. Raises `UserError` beyond the limits."
+    seen, count = set(), 0
     for folder, below, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen: below.clear(); continue
         seen.add(real)
+        count += len(files)
+        within(root, "files", count)
+        within(root, "depth", len(Path(folder).relative_to(root).parts))
         below[:] = sorted(d for d in below if not d.startswith("."))
         yield Path(folder), [Path(folder) / f for f in sorted(files) if not f.startswith(".")]
 

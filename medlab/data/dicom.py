@@ -41,7 +41,7 @@ def is_dicom(
     path,  # a file
 ) -> bool:
     "Whether the letters DICM follow a file's first 128 bytes; raises `UserError` where it cannot be read."
-    with opened(path) as f: return f.read(132)[128:] == b"DICM"
+    with reading(path), opened(path) as f: return f.read(132)[128:] == b"DICM"
 
 # %% ../../nbs/data/01_dicom.ipynb #a1d8ff8e
 def _inflated(path, raw, at):
@@ -87,6 +87,8 @@ def _refuse_sizes(path, header):
     sizes = {k: v for k in _SIZES if (v := header.get(k)) is not None and v != ""}
     odd = [f"{k} {v}" for k, v in sizes.items() if v < (k in ("NumberOfFrames", "BitsAllocated"))]
     if odd: raise UserError(f"{path}: has {', '.join(odd)}; sizes above 0 are needed: copy it again from its source")
+    if "Rows" in sizes and "Columns" not in sizes:
+        raise UserError(f"{path}: has Rows and no Columns; copy it again from its source")
     frames = int(sizes.get("NumberOfFrames", 1))
     within(path, "frames", frames)
     within(path, "voxels", int(sizes.get("Rows", 0)) * int(sizes.get("Columns", 0)) * frames)
@@ -341,9 +343,9 @@ def _slice(header, where, index, places):
     "One frame, its geometry checked."
     axes = _numbers(where, places, "ImageOrientationPatient", 6).reshape(2, 3)
     pixel = _numbers(where, places, "PixelSpacing", 2)[::-1]
-    if not (np.abs(axes @ axes.T - np.eye(2)) < 1e-3).all() or (pixel <= 0).any():
+    if not (np.abs(axes @ axes.T - np.eye(2)) < 1e-3).all() or (pixel < 1e-6).any():
         raise UserError(f"{where}: has the orientation {axes.tolist()} and PixelSpacing {pixel[::-1].tolist()}; "
-                        "two unit vectors at a right angle and sizes above 0 are needed")
+                        "two unit vectors at a right angle and sizes of 1e-6 mm or more are needed")
     position = _numbers(where, places, "ImagePositionPatient", 3)
     if np.abs(position).max() > 1e6 or pixel.max() > 1e4:
         raise UserError(f"{where}: lies at {position.tolist()} mm with pixels of {pixel[::-1].tolist()} mm, kilometres "
@@ -480,6 +482,9 @@ def _lone(s, thick):
     size, source = 1.0, "no tag: none says how thick it is"
     if thick: size, source = thick, "SliceThickness"
     if between: size, source = between, "SpacingBetweenSlices"
+    if not 1e-6 <= size <= 1e4:
+        raise UserError(f"{s.path}: {source} says that a single slice is {size:g} mm across; repair it, sizes of "
+                        "1e-6 to 1e4 mm are taken")
     return size, f"a single slice; its size across ({size:g} mm) comes from {source}"
 
 # %% ../../nbs/data/01_dicom.ipynb #a06d4d05

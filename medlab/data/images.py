@@ -94,12 +94,8 @@ def _refuse_pages(path, pages, one):
     within(path, "voxels", sum(int(p.size) for p in pages))
 
 
-def tiff_pages(
-    path,  # for messages
-    source,  # its bytes, a binary file
-    one:bool=False,  # refuse more than a page
-) -> list:  # of arrays (y, x) or (y, x, channels)
-    "The pages of a TIFF; raises `UserError` where they cannot be read."
+def _tiff_pages(path, source, one):
+    "The pages of a TIFF, perhaps none."
     with reading(path, _WHAT, _REMEDY):
         with listening(), tifffile.TiffFile(source) as file:
             _refuse_pages(path, file.pages, one)
@@ -110,6 +106,16 @@ def tiff_pages(
         if promised > most_pixels(size): within(path, "ratio", promised // size)
         source.seek(0)
         return next(decoded([Job(path, "medlab.intake.decoders:tiff_pages", source.read(size), remedy=_REMEDY)]))
+
+
+def tiff_pages(
+    path,  # for messages
+    source,  # its bytes, a binary file
+    one:bool=False,  # refuse more than a page
+) -> list:  # of arrays (y, x) or (y, x, channels), one or more
+    "The pages of a TIFF; raises `UserError` where they cannot be read."
+    if pages := _tiff_pages(path, source, one): return pages
+    raise UserError(f"{path}: holds no page that can be read; {_REMEDY}")
 
 # %% ../../nbs/data/02_images.ipynb #1fb49f9b
 def _refuse_pixels(path, pixels):

@@ -89,7 +89,7 @@ def orientation(self:Volume) -> str:
 @contextlib.contextmanager
 def _source(path):
     "What reads a file's bytes, inflated where they are packed; raises `UserError` where it cannot be read."
-    if path.is_dir():
+    if os.path.isdir(path):  # of Path it raises for a name that is too long
         raise UserError(f"{path}: is a folder; a volume is one file, and a folder of DICOM slices is read by "
                         "medlab.data.dicom.read_dicom")
     with opened(path) as file:

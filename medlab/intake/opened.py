@@ -27,6 +27,8 @@ class Limits:
     frames:int = 2**16  # of a DICOM file, pages of a TIFF
     header:int = 2**26  # bytes before the voxels, and behind them
     text:int = 2**26  # bytes of a list or of settings
+    files:int = 10**6  # that lie below a folder in which cases are looked for
+    depth:int = 64  # of folders within one another, below that folder
     file:int = 2**30  # bytes of a file that must be read whole, because what it holds is packed
     ratio:int = 200  # bytes that a packed byte may become in an image of more than `header` bytes
     child:int = 1  # packed pixels are decoded in a process of their own; 0: in this one, for files that are trusted
@@ -53,7 +55,7 @@ def limits() -> Limits:
     return _limits(os.environ.get(VARIABLE, ""))
 
 
-_UNITS = dict(voxels="voxels", frames="frames", file="bytes to be read whole", ratio="bytes from each packed one")
+_UNITS = dict(voxels="voxels", frames="frames", files="files below it", depth="folders within one another", file="bytes to be read whole", ratio="bytes from each packed one")
 
 
 def within(

@@ -213,17 +213,28 @@ def _image_cases(root, paths):
         yield _case(root, sorted(files, key=natural), "stack", files[0].parent.resolve().name)
 
 
+def _dicom_and_torn(files):
+    "(DICOM files, those that are called so or cannot be read, each with what is wrong)"
+    dicom, torn = [], []
+    for p in files:
+        try: holds = size_of(p) > 132 and is_dicom(p)
+        except UserError as e: torn.append((p, str(e)))
+        else:
+            if holds: dicom.append(p)
+            elif p.suffix.lower() in NAMED:
+                torn.append((p, _UNKNOWN.format(p, "the letters DICM are missing behind its first 128 bytes")))
+    return dicom, torn
+
+
 def _cases_in(root, files):
     "The cases that lie directly in a folder."
     images = [p for p in files if p.name.lower().endswith(TIFF + RASTER)]
     vendors = [p for p in files if p.suffix.lower() in VENDOR_FILES]
     volumes = [p for p in files if is_volume(p)]
     others = [p for p in files if p not in {*images, *vendors, *volumes}]
-    dicom = [p for p in others if size_of(p) > 132 and is_dicom(p)]
-    torn = [p for p in others if p not in dicom and p.suffix.lower() in NAMED]
-    why = "the letters DICM are missing behind its first 128 bytes"
+    dicom, torn = _dicom_and_torn(others)
     return [*_dicom_cases(root, dicom), *_image_cases(root, images),
-            *(_case(root, [p], "dicom", _stem(p), fault=_UNKNOWN.format(p, why)) for p in torn),
+            *(_case(root, [p], "dicom", _stem(p), fault=why) for p, why in torn),
             *(c for p in vendors for c in _vendor_cases(root, p)),
             *(_case(root, [p], "nifti", _stem(p)) for p in volumes)]
 

@@ -152,10 +152,23 @@ def _exists(process):
     return psutil.Process(process["pid"]).status() != psutil.STATUS_ZOMBIE
 
 # %% ../../nbs/run/07_directory.ipynb #f39b68d9
+def _refuse_recipe(meta):
+    "Raise where a recipe is stored that is not the name of its module, that of its class, and its configuration."
+    module, name, config = meta.get("recipe") or ("", "", {})
+    if (type(module), type(name), type(config)) != (str, str, dict): raise TypeError(f"recipe {meta['recipe']!r}")
+
+
+def _meta(db):
+    "Everything stored about a run; raises where it is damaged."
+    meta = current_meta({k: json.loads(v) for k, v in read_meta(db).items()})
+    _refuse_recipe(meta)
+    return meta
+
+
 @patch(as_prop=True)
 def meta(self:Run):
     "Everything stored about the run: recipe, data (with the split), knobs, state."
-    return self._ask(lambda db: current_meta({k: json.loads(v) for k, v in read_meta(db).items()}))
+    return self._ask(_meta)
 
 # %% ../../nbs/run/07_directory.ipynb #faeaf3de
 @patch(as_prop=True)

@@ -223,8 +223,10 @@ def _dicom_scans(folder, stack=""):
 def _scans_in(folder, files, stack=""):
     "The scans that lie directly in a folder."
     volumes = [_nifti_scan(p) for p in files if is_volume(p)]
-    holds = any(not is_volume(p) and size_of(p) > 132 and is_dicom(p) for p in files)
-    return volumes + ([*_dicom_scans(folder, stack)] if holds else [])
+    try:
+        holds = any(not is_volume(p) and size_of(p) > 132 and is_dicom(p) for p in files)
+        return volumes + ([*_dicom_scans(folder, stack)] if holds else [])
+    except UserError as e: return [*volumes, Scan(folder, words=folder.name, damage=str(e))]
 
 # %% ../../nbs/slices/02_files.ipynb #086fe386
 def _usable(scans):

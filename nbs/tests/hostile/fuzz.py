@@ -1,6 +1,7 @@
 """Makes hostile files, lets a process read them and counts what became of them.
 
     python nbs/tests/hostile/fuzz.py --files 10000           a table by format and kind, and the worst
+    python nbs/tests/hostile/fuzz.py --files 10000 --save F  the same; started anew, it goes on where F ends
     python nbs/tests/hostile/fuzz.py --seed 4711 --keep DIR  one of them, kept
 
 Exit status 1 where one ended in a traceback, a crash, a hang, more than a gigabyte, or other than it must.
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -87,8 +88,8 @@ def judged(seed, made, said):
     return Result(seed, made, outcome, said["said"], said["seconds"], said["bytes"])
 
 
-def try_all(seeds):
-    "A result for each seed, by one process."
+def try_all(seeds, keep=lambda result: None):
+    "A result for each seed, by one process; `keep` is told each."
     reader, found = Reader(), []
     try:
         for seed in seeds:
@@ -96,15 +97,28 @@ def try_all(seeds):
                 (folder := Path(root) / "there").mkdir()
                 made = make(seed, folder)
                 found.append(judged(seed, made, reader.read(made)))
+                keep(found[-1])
     finally: reader.stop()
     return found
 
 
-def fuzz(files, first=0, processes=2):
-    "Results of many seeds."
-    with ThreadPoolExecutor(processes) as pool:
-        parts = pool.map(try_all, [range(first + i, first + files, processes) for i in range(processes)])
-        return sorted((r for p in parts for r in p), key=lambda r: r.seed)
+def kept(path):
+    "{seed: result} of a file of lines; a last line that was cut off does not count."
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    results = [Result(**r | {"made": Made(**r["made"])}) for r in map(json.loads, (l for l in lines if l.endswith(b"\n")))]
+    if lines and not lines[-1].endswith(b"\n"): path.write_bytes(b"".join(lines[:-1]))
+    return {r.seed: r for r in results}
+
+
+def fuzz(files, first=0, processes=2, save=None):
+    "Results of many seeds; where `save` names a file, each is written there at once, and those in it are not tried again."
+    wanted = range(first, first + files)
+    with ThreadPoolExecutor(processes) as pool, open(save or os.devnull, "a") as out:
+        known = kept(Path(save)) if save else {}
+        def keep(result): print(json.dumps(asdict(result), default=str), file=out, flush=True)
+        left = [s for s in wanted if s not in known]
+        parts = pool.map(lambda seeds: try_all(seeds, keep), [left[i::processes] for i in range(processes)])
+        return sorted([r for p in parts for r in p] + [known[s] for s in wanted if s in known], key=lambda r: r.seed)
 
 
 def counts(results, key):
@@ -130,6 +144,8 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--files", type=int, default=400)
     p.add_argument("--first", type=int, default=0, help="seed of the first")
+    p.add_argument("--save", help="file that keeps each result at once")
+    p.add_argument("--processes", type=int, default=2)
     p.add_argument("--kinds", action="store_true", help="a line for each kind")
     p.add_argument("--bad", type=int, default=20, help="how many of the bad are shown, one for each last line")
     p.add_argument("--seed", type=int, help="only this one")
@@ -139,7 +155,7 @@ def main():
         Path(args.keep).mkdir(parents=True)
         print(make(args.seed, args.keep))
         return 0
-    results = try_all([args.seed]) if args.seed is not None else fuzz(args.files, args.first)
+    results = try_all([args.seed]) if args.seed is not None else fuzz(args.files, args.first, args.processes, args.save)
     report(results, args.kinds)
     bad, shown = [r for r in results if r.outcome not in GOOD], set()
     for r in bad:

@@ -602,7 +602,7 @@ def strange_path(rng, folder):
     if kind == "nul": return Made("path", kind, folder / f"a\0{name}", "refuse")
     if kind == "surrogate": return Made("path", kind, folder / f"\udcff\udc80{name}", "refuse")
     if kind == "long": return Made("path", kind, folder / ("x" * 5000 + name), "refuse")
-    if kind == "up": return Made("path", kind, folder / ("../" * 300 + name), "refuse")
+    if kind == "up": return Made("path", kind, folder / (f"../{folder.name}/" * 300 + name), "refuse")
     head = {".nii": bytes(nifti_bytes(volume(rng))), ".gz": gzip.compress(bytes(nifti_bytes(volume(rng))), mtime=0), ".dcm": dicom_bytes(dicom(volume(rng), 4, enhanced=True)),
         ".png": _image_bytes(np.zeros((9, 9), np.uint16), ".png"), ".tif": bomb(rng, ".tif")}.get(Path(name).suffix, b"case,path\n")
     path = _write(folder, name, head if rng.random() < 0.7 else b"")
