@@ -56,10 +56,11 @@ class _Conv:
     def feed(self, x, last):
         edge = _piece(x, 1, (x.shape[1], *x.shape[3:])).zero_() if last or self.rest is None else None
         x = _joined(edge if self.rest is None else self.rest, x, edge if last else None)
-        self.rest = None
+        self.rest = None  # before memory for the output is needed
+        if x.shape[2] > 2: y = _convolved(x, self.conv, (0, 1, 1))
+        else: y = _piece(x, 0, (self.conv.out_channels, *x.shape[3:]))
         self.rest = None if last else x[:, :, -2:].clone()
-        if x.shape[2] > 2: return _convolved(x, self.conv, (0, 1, 1))
-        return _piece(x, 0, (self.conv.out_channels, *x.shape[3:]))
+        return y
 
 # %% ../../nbs/nets/03_streaming.ipynb #2076cee2
 class _Down:
@@ -69,11 +70,17 @@ class _Down:
     def follow(self, c, y, x): return (self.conv.out_channels, y // 2, x // 2), 0.5
 
     def feed(self, x, last):
-        x = _joined(self.rest, x, _piece(x, 1, (x.shape[1], *x.shape[3:])).zero_() if last else None)
-        n = max(0, (x.shape[2] - 1) // 2)
-        self.rest = x[:, :, 2 * n:].clone()
-        if n: return _convolved(F.pad(x[:, :, :2 * n + 1], (0, 1, 0, 1)), self.conv)
-        return _piece(x, 0, (self.conv.out_channels, x.shape[3] // 2, x.shape[4] // 2))
+        c, _, h, w = x.shape[1:]
+        parts, at = [x] if self.rest is None else [self.rest, x], 0
+        wide = _piece(x, sum(p.shape[2] for p in parts) + last, (c, h + 1, w + 1)).zero_()
+        self.rest = x = None
+        while parts:
+            p = parts.pop(0)
+            wide[:, :, at:(at := at + p.shape[2]), :h, :w] = p
+        n = max(0, (wide.shape[2] - 1) // 2)
+        y = _convolved(wide[:, :, :2 * n + 1], self.conv) if n else _piece(p, 0, (self.conv.out_channels, h // 2, w // 2))
+        self.rest = wide[:, :, 2 * n:, :h, :w].clone(memory_format=LAST)
+        return y
 
 # %% ../../nbs/nets/03_streaming.ipynb #ce821f62
 class _Up:
@@ -490,21 +497,25 @@ class _Input:
 
 class _Later:
     "Slices that are handed out in other pieces than those in which they came."
-    source, left, rest, last = None, math.inf, None, False
+    source, left, last = None, math.inf, False
 
-    def put(self, x): self.rest = x if self.rest is None else _joined(self.rest, x)
+    def __init__(self): self.held = []
+
+    def put(self, x):
+        if x.shape[2]: self.held.append(x)
 
     def next(self, n): return self.take(n), self.last
 
     def take(self, n):
         "The next n slices, or what is left of them."
         n = min(n, self.left)
-        while self.rest is None or self.rest.shape[2] < n: self.put(next(self.source))
-        x, rest = self.rest[:, :, :n], self.rest[:, :, n:]
-        self.rest = rest.clone() if rest.shape[2] else None
+        while sum(x.shape[2] for x in self.held) < n: self.put(next(self.source))
         self.left -= n
         self.last = self.left == 0
-        return x
+        if self.held[0].shape[2] == n: return self.held.pop(0)
+        every = _joined(*self.held)
+        self.held = [every[:, :, n:].clone()] if every.shape[2] > n else []
+        return every[:, :, :n]
 
 # %% ../../nbs/nets/03_streaming.ipynb #fb69c161
 class _Tee:
