@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..batches.loading import Fault, First, OneSize, not_finite, unlike_in_words
 from ..core import UserError, with_own_line
 from ..run.writer import check_place, stored_meta
+from ..train.progress import already_shown
 from ..train.state import torch_device
 from ..train.trainer import Trainer, checked_threads
 
@@ -176,6 +177,12 @@ def _first_batch(trainer, read):
         read()
         raise
 
+# %% ../../nbs/cli/05_check.ipynb #e3657d83
+def _in_report(report):
+    "A function of an event: whether it names a case whose quarantine a report has shown."
+    named = {c.case.name for c in getattr(report, "checks", ()) if c.reason}
+    return lambda event: event.kind == "quarantine" and event.data.get("case") in named
+
 # %% ../../nbs/cli/05_check.ipynb #c201a3e1
 def rehearse(
     recipe,  # `Recipe`, built as for training
@@ -195,7 +202,7 @@ def rehearse(
     write_report(report, files or {}, recipe, say)
     ceiling = recipe.ceiling()
     if ceiling is not None: say(f"\n{ceiling}\n")
-    with tempfile.TemporaryDirectory(prefix="medlab-check-") as folder:
+    with tempfile.TemporaryDirectory(prefix="medlab-check-") as folder, already_shown(_in_report(report)):
         with Trainer(recipe, Path(folder) / "run", False, device, threads, **knobs) as trainer:
             torch.set_num_threads(trainer.threads)
             describe(trainer)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from fastcore.basics import patch
 
-from ..core import printable
+from ..core import for_spreadsheet, printable
 from .faults import dicom_table, html_row
 from .outliers import LIMIT, measures, outliers
 from .page import kinds_of, page, write_whole
@@ -142,7 +142,8 @@ def to_csv(self:Report,
     path,  # file; one that is there is replaced
 ):
     "Write a line for each case; the file appears whole or not at all. Raises `UserError` where it cannot be written."
-    records = list(self._records())
+    safe = lambda record: {for_spreadsheet(k): for_spreadsheet(v) for k, v in record.items()}
+    records = [safe(r) for r in self._records()]
     writer = csv.DictWriter(text := io.StringIO(newline=""), list(dict.fromkeys(k for r in records for k in r)))
     writer.writeheader()
     writer.writerows(records)

@@ -27,7 +27,7 @@ from ..cohort.proof import SIDES, leaks, prove, refuse_leaks
 from ..contracts.batch import Batch
 from ..contracts.system import System
 from ..core import UnknownName, UserError, at_line, nearest, place_of, places_of, why_unwritable
-from ..core import with_own_line
+from ..core import for_spreadsheet, with_own_line
 from ..data.split import Split, split_cases
 from ..data.volume import Volume, _write_whole, write_volume
 from ..knobs.fixes import FIXES
@@ -152,7 +152,7 @@ def to_csv(self:Table,
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, keys)
     writer.writeheader()
-    writer.writerows(self.rows + out)
+    writer.writerows({k: for_spreadsheet(v) for k, v in r.items()} for r in self.rows + out)
     _write_whole(Path(path), text.getvalue().encode("utf-8"))
 
 # %% ../../nbs/recipes/00_base.ipynb #a6f83b20

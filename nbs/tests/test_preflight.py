@@ -159,6 +159,36 @@ def test_reread(tmp_path):
         assert argv[0] == "train" or "--reread" not in out.splitlines()[-1]
 
 
+@pytest.mark.parametrize("recipe", ["fast_ddpm", "segmentation"])
+def test_a_case_in_quarantine_is_named_once(tmp_path, recipe):
+    "In the table and nowhere else; training, which shows no table, names it on stderr."
+    if recipe == "segmentation": bad = labelled(tmp_path / "data") / "images/c3.nii.gz"
+    else:
+        make_cases(tmp_path / "data", 6)
+        bad = next((tmp_path / "data/P00004").glob("*t1n*"))
+    bad.write_bytes(b"")
+    options = (tmp_path / "data", "--debug", "--threads", 1, "--precision", "fp32", *([] if recipe == "fast_ddpm" else ["--image-size", "16,16,16"]))
+    name = "c3" if recipe == "segmentation" else "P00004"
+    status, out, err = said("check", *options, "--recipe", recipe)
+    assert status == 0 and (out + err).count("is empty (0 bytes)") == 1 == out.count(f"| {name} ") and name not in err, (out, err)
+    status, out, err = said("train", recipe, "--data-root", *options, "--run", tmp_path / "run", "--steps", 1)
+    assert status == 0 and err.count(f"{name} is left out") == 1 and "is empty (0 bytes)" in err, (out, err)
+
+
+def test_no_name_becomes_a_formula(tmp_path):
+    "Cases whose names begin as formulas: in the table for spreadsheets an apostrophe stands in front, and the name is whole."
+    root, names = labelled(tmp_path / "data"), ["=1+2", "+1", "-1", "@SUM(1)", "\tx", "=HYPERLINK(\"http:a\",\"b\")"]
+    for i, n in enumerate(names):
+        for folder in ("images", "labels"): (root / folder / f"c{i}.nii.gz").rename(root / folder / f"{n}.nii.gz")
+    (root / "images/-1.nii.gz").write_bytes(b"")
+    status, out, err = said("check", root, "--recipe", "segmentation", "--debug", "--threads", 1, "--csv", tmp_path / "a.csv")
+    assert status == 0, err
+    head, *rows = csv.reader((tmp_path / "a.csv").open(newline=""))
+    assert {f"'{n}" for n in names} <= {r[0] for r in rows} and "-1.nii.gz: is empty" in str(rows)
+    texts = [c for c in (*head, *(c for r in rows for c in r)) if not re.fullmatch(r"-?[\d.e+-]*", c)]
+    assert not [c for c in texts if c[:1] in "=+-@\t\r"], texts
+
+
 # labels
 
 def labelled(root, n=10, **special):
