@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from tqdm import tqdm
 
 from ..batches.loading import Fault, First, OneSize, not_finite, unlike_in_words
-from ..core import UserError, with_own_line
+from ..core import UserError, print_text, with_own_line
 from ..run.writer import check_place, stored_meta
 from ..train.progress import already_shown
 from ..train.state import torch_device
@@ -189,7 +189,7 @@ def rehearse(
     run,  # directory that the run would have
     describe,  # function (trainer) that says what would be trained
     device:str=None, threads:int=None,  # as for `Trainer`
-    say=print,  # function of a line
+    say=print_text,  # function of a line
     minutes:float=5.0,  # for which the samples of a recipe of one's own are read, at most; > 0
     files:dict=None,  # "csv" and "html" → where the report is to be written; None: nowhere
     **knobs,

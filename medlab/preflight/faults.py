@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from fastcore.basics import patch
 
+from ..core import printable
+
 # %% ../../nbs/preflight/05_faults.ipynb #d82cbe98
 _KINDS_OF_REASON = (
     ("no pixel data", "no pixel data"), ("vendor's file unreadable", "OCT-Converter|no OCT volume|Analyze"),
@@ -57,7 +59,7 @@ class FaultTable:
             n = sum(c.values())
             share = f"{100 * (n - c.get('sound', 0)) / n:.0f} %"
             names = maker if isinstance(maker, tuple) else (maker,)
-            made.append((*names, str(n), share, *(str(c.get(k, 0)) for k in self.columns)))
+            made.append((*(printable(" ".join(str(n).split()), 80) for n in names), str(n), share, *(str(c.get(k, 0)) for k in self.columns)))
         return made
 
     @property

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from fastcore.basics import patch
 
-from ..core import for_spreadsheet, printable
+from ..core import for_spreadsheet, printable, visible
 from .faults import dicom_table, html_row
 from .outliers import LIMIT, measures, outliers
 from .page import kinds_of, page, write_whole
@@ -35,7 +35,7 @@ def _row(check):
 # %% ../../nbs/preflight/07_report.ipynb #c4d045c6
 def _markdown(rows):
     "Rows under `COLUMNS` as the lines of a Markdown table."
-    rows = [COLUMNS, *([cell.replace("|", "\\|").replace("\n", " ") for cell in r] for r in rows)]
+    rows = [COLUMNS, *([" ".join(cell.split()).replace("|", "\\|") for cell in r] for r in rows)]
     last = len(COLUMNS) - 1
     width = [len(COLUMNS[i]) if i == last else max(len(r[i]) for r in rows) for i in range(last + 1)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(r, width)) + " |" for r in rows]
@@ -66,7 +66,7 @@ class Report:
         notes = ["", *self.sentences] if self.sentences else []
         tables = [line for t in self.tables for line in ("", str(t))]
         left = [self._left] * bool(self._left)
-        return "\n".join([self.title, "", *_markdown(self.rows(SHOWN)), *left, *tables, *notes])
+        return visible("\n".join([self.title, "", *_markdown(self.rows(SHOWN)), *left, *tables, *notes]))
 
     __repr__ = __str__
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fastcore.basics import patch
 from tqdm.auto import tqdm
 
-from ..core import UserError
+from ..core import UserError, visible
 from ..run.records import Event, shape_of
 
 # %% ../../nbs/train/00_progress.ipynb #5a9a6124
@@ -154,7 +154,7 @@ def __call__(self:EventPrinter,
 @patch
 def _print(self:EventPrinter, event, more=""):
     with contextlib.suppress(OSError, ValueError):
-        tqdm.write(f"medlab: {event.level}: {more}{event.text}", file=sys.stderr)
+        tqdm.write(f"medlab: {event.level}: {more}{visible(event.text)}", file=sys.stderr)
 
 
 @patch
