@@ -69,7 +69,7 @@ def _read_source(path, series, dicom):
         slices, _ = _chosen(path, _headers(path)[0], series, dicom.stack)
         slices, _ = _sort(path, slices, None)
         placed = _grid_of(path, slices, dicom)
-    if (n := placed.shape[1] * placed.shape[2]) < 8:  # highdicom pads each such frame to a byte, DICOM packs without gaps
+    if (n := placed.shape[1] * placed.shape[2]) < 8:  # highdicom would pad each to a byte
         raise UserError(f"{path}: its slices have {n} pixels, and a segmentation needs 8 or more; write .nii.gz")
     headers = [_whole_header(p) for p in dict.fromkeys(s.path for s in slices)]
     for h in headers:  # rounded in their own ways; more than rounding makes another stack

@@ -16,7 +16,7 @@ from ..data.split import Split
 from ..memory.inference import infer
 from ..memory.usage import Memory
 from ..paired import paired
-from ..recipes.base import Table
+from ..recipes.table import Table
 from ..run.directory import Run
 from ..train.state import load_model, moved_places
 

@@ -19,7 +19,7 @@ from ..probes.features import PROBES, auroc_gain, judge, judged
 from ..probes.layers import dice_gain, judge_layers, label_folder, phantom_layers
 from ..probes.scratch import step_seconds, train_scratch
 from ..probes.tasks import probe_task
-from ..recipes.base import Table
+from ..recipes.table import Table
 from ..run.directory import Run
 
 # %% ../../nbs/cli/07_features.ipynb #e90c52a3

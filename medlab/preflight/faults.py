@@ -58,8 +58,8 @@ class FaultTable:
         for maker, c in sorted(self.counts.items()):
             n = sum(c.values())
             share = f"{100 * (n - c.get('sound', 0)) / n:.0f} %"
-            names = maker if isinstance(maker, tuple) else (maker,)
-            made.append((*(printable(" ".join(str(n).split()), 80) for n in names), str(n), share, *(str(c.get(k, 0)) for k in self.columns)))
+            names = (printable(" ".join(str(m).split()), 80) for m in (maker if isinstance(maker, tuple) else (maker,)))
+            made.append((*names, str(n), share, *(str(c.get(k, 0)) for k in self.columns)))
         return made
 
     @property
