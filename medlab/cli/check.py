@@ -10,6 +10,7 @@ __all__ = ['CHEAP', 'check_early', 'try_batch', 'try_score', 'not_ours', 'Readin
 import shlex
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,10 +19,11 @@ from tqdm import tqdm
 
 from ..batches.loading import Fault, First, OneSize, not_finite, unlike_in_words
 from ..core import UserError, print_text, with_own_line
+from ..preflight.report import Report
 from ..run.writer import check_place, stored_meta
 from ..train.progress import already_shown
 from ..train.state import torch_device
-from ..train.trainer import Trainer, checked_threads
+from ..train.trainer import Trainer, checked_threads, told
 
 # %% ../../nbs/cli/05_check.ipynb #cbe41c13
 def check_early(
@@ -179,9 +181,20 @@ def _first_batch(trainer, read):
 
 # %% ../../nbs/cli/05_check.ipynb #e3657d83
 def _in_report(report):
-    "A function of an event: whether it names a case whose quarantine a report has shown."
-    named = {c.case.name for c in getattr(report, "checks", ()) if c.reason}
-    return lambda event: event.kind == "quarantine" and event.data.get("case") in named
+    "A function of an event: whether a report has shown it, as the quarantine of a case, or as a note."
+    named, notes = {c.case.name for c in getattr(report, "checks", ()) if c.reason}, getattr(report, "notes", ())
+
+    def shown(event):
+        "See above."
+        if event.kind == "quarantine": return event.data.get("case") in named
+        return event.kind == "data" and any(n and str(n) in event.text for n in notes)
+    return shown
+
+
+def _with_cohort(report, info):
+    "A report whose notes say whose scans they are and which are copies; of a recipe of one's own as it is."
+    found = [info.get("identity"), *told(info.get("copies", ())), *told(info.get("leaks", ()))]
+    return replace(report, notes=(*report.notes, *filter(None, found))) if isinstance(report, Report) else report
 
 # %% ../../nbs/cli/05_check.ipynb #c201a3e1
 def rehearse(
@@ -206,6 +219,7 @@ def rehearse(
         with Trainer(recipe, Path(folder) / "run", False, device, threads, **knobs) as trainer:
             torch.set_num_threads(trainer.threads)
             describe(trainer)
+            write_report(_with_cohort(report, trainer.info), files or {}, recipe, lambda text: None)
             read = lambda: report is None and not_ours(recipe) and read_samples(trainer, minutes, say)
             try: lines, seconds = try_batch(trainer, _first_batch(trainer, read))
             except Exception as e:

@@ -27,8 +27,10 @@ _KINDS_OF_REASON = (
     ("one frame only", "one frame only|2D image|one image"),
     ("frames differ in size", "differ in size|cut alike"),
     ("frames not in a row", "evenly|straight line|images, at each|volumes"),
-    ("grids differ", "grids differ|differ in shape"), ("no label", "no label|without label|has no mask"),
-    ("unknown label", "holds label"), ("part missing", "missing; it has|modalities needed|no partner|channel"),
+    ("no ordinary file", "no ordinary file"), ("grids differ", "grids differ|differ in shape"),
+    ("no label", "no label|without label|has no mask"), ("no image", "has no image"),
+    ("label unsound", "labels are (≥ 0|whole numbers)"), ("unknown label", "holds label"),
+    ("part missing", "missing; it has|modalities needed|no partner|channel"),
     ("constant", "is constant|nearly constant"), ("not finite", "NaN"))
 
 # %% ../../nbs/preflight/05_faults.ipynb #086306cf
