@@ -44,34 +44,6 @@ def is_dicom(
     with opened(path) as f: return f.read(132)[128:] == b"DICM"
 
 # %% ../../nbs/data/01_dicom.ipynb #a1d8ff8e
-def _inflated(path, raw, at):
-    "A deflated file as one that is not, inflated as far as its own header goes; `at`: where its data set begins."
-    made, most = zlib.decompressobj(-zlib.MAX_WBITS), limits().header
-    start = raw[:at].replace(DeflatedExplicitVRLittleEndian.encode(), ExplicitVRLittleEndian.encode().ljust(22, b"\0"))
-    parts = [start, made.decompress(raw[at:], most)]
-    if made.unconsumed_tail:
-        with reading(path, "inflates to far more than a header, and names no pixels"):
-            h = pydicom.dcmread(io.BytesIO(b"".join(parts)), stop_before_pixels=True, specific_tags=[*_TAGS])
-            _converted(path, h, _tags_of((*_TAGS, *_NESTED)))
-            _refuse_sizes(path, h)
-            need = _pixel_bytes(h)
-        parts.append(made.decompress(made.unconsumed_tail, need + most))
-    if not made.unconsumed_tail: return io.BytesIO(b"".join(parts))
-    raise UserError(f"{path}: inflates to far more than its header promises; copy it again from its source")
-
-
-@contextlib.contextmanager
-def dicom_source(
-    path,  # a DICOM file
-):  # binary, to be read by pydicom; what was deflated is inflated
-    "Open a DICOM file; raises `UserError` where it is none, or inflates without end."
-    with opened(path) as file:
-        head = file.read(4096)
-        file.seek(0)
-        if DeflatedExplicitVRLittleEndian.encode() not in head or head[132:136] != b"\x02\0\0\0": yield file
-        else: yield _inflated(path, read_whole(path), 144 + struct.unpack("<I", head[140:144])[0])
-
-
 def _pixel_bytes(header):
     "Bytes of the pixels that a header promises, uncompressed."
     get = lambda k, default=1: int(header.get(k) or default)
@@ -101,7 +73,35 @@ def _refuse_frames(header):
     raise UserError(f"{header.filename}: is truncated: its {frames:,} frames of {header.Rows} × {header.Columns} "
         f"pixels take {need:,} bytes or more, and {header.behind:,} follow its header; copy it again from its source")
 
+# %% ../../nbs/data/01_dicom.ipynb #e30efb70
+def _inflated(path, raw, at):
+    "A deflated file as one that is not, inflated as far as its own header goes; `at`: where its data set begins."
+    made, most = zlib.decompressobj(-zlib.MAX_WBITS), limits().header
+    start = raw[:at].replace(DeflatedExplicitVRLittleEndian.encode(), ExplicitVRLittleEndian.encode().ljust(22, b"\0"))
+    parts = [start, made.decompress(raw[at:], most)]
+    if made.unconsumed_tail:
+        with reading(path, "inflates to far more than a header, and names no pixels"):
+            h = pydicom.dcmread(io.BytesIO(b"".join(parts)), stop_before_pixels=True, specific_tags=[*_TAGS])
+            _converted(path, h, _tags_of((*_TAGS, *_NESTED)))
+            _refuse_sizes(path, h)
+            need = _pixel_bytes(h)
+        parts.append(made.decompress(made.unconsumed_tail, need + most))
+    if not made.unconsumed_tail: return io.BytesIO(b"".join(parts))
+    raise UserError(f"{path}: inflates to far more than its header promises; copy it again from its source")
 
+
+@contextlib.contextmanager
+def dicom_source(
+    path,  # a DICOM file
+):  # binary, to be read by pydicom; what was deflated is inflated
+    "Open a DICOM file; raises `UserError` where it is none, or inflates without end."
+    with opened(path) as file:
+        head = file.read(4096)
+        file.seek(0)
+        if DeflatedExplicitVRLittleEndian.encode() not in head or head[132:136] != b"\x02\0\0\0": yield file
+        else: yield _inflated(path, read_whole(path), 144 + struct.unpack("<I", head[140:144])[0])
+
+# %% ../../nbs/data/01_dicom.ipynb #ac1e3f82
 _TAGS = """SOPClassUID SOPInstanceUID Modality SeriesDescription SeriesInstanceUID SeriesNumber InstanceNumber
     Rows Columns NumberOfFrames SamplesPerPixel PhotometricInterpretation PixelRepresentation BitsAllocated
     BitsStored PlanarConfiguration ExtendedOffsetTable ExtendedOffsetTableLengths
@@ -120,6 +120,14 @@ _LISTS = {"ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"}
 _META = "TransferSyntaxUID", "MediaStorageSOPClassUID"
 _WORDS = {*_META, *"""SOPClassUID SOPInstanceUID SeriesInstanceUID PhotometricInterpretation Modality
     SeriesDescription""".split()}
+_MANY = {"PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence", "ExtendedOffsetTable",
+    "ExtendedOffsetTableLengths"}
+
+# %% ../../nbs/data/01_dicom.ipynb #0ad12974
+_MEND = "repair the tag, or copy the file again from its source"
+_NESTED = """PlanePositionSequence PlaneOrientationSequence PixelMeasuresSequence PixelValueTransformationSequence
+    FrameContentSequence MREchoSequence MRDiffusionSequence EffectiveEchoTime StackID InStackPositionNumber
+    TemporalPositionIndex FrameAnatomySequence FrameLaterality""".split()
 
 
 def _fits(name, value):
@@ -132,10 +140,10 @@ def _fits(name, value):
     return not isinstance(value, (bytes, MultiValue)) or name in _MANY
 
 
-_MANY = {"PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence", "ExtendedOffsetTable",
-    "ExtendedOffsetTableLengths"}
+@functools.lru_cache(64)
+def _tags_of(names): return frozenset(map(pydicom.tag.Tag, names))
 
-
+# %% ../../nbs/data/01_dicom.ipynb #9a0852e0
 def _converted(path, data, tags):
     "Let every tag that is there become its value, in sequences too; raises `UserError` that names one that cannot."
     name, held = "", None
@@ -149,17 +157,7 @@ def _converted(path, data, tags):
                 for item in value: _converted(path, item, tags)
             elif not _fits(name, value): raise UserError(f"{path}: {odd()}; {_MEND}")
 
-
-_MEND = "repair the tag, or copy the file again from its source"
-_NESTED = """PlanePositionSequence PlaneOrientationSequence PixelMeasuresSequence PixelValueTransformationSequence
-    FrameContentSequence MREchoSequence MRDiffusionSequence EffectiveEchoTime StackID InStackPositionNumber
-    TemporalPositionIndex FrameAnatomySequence FrameLaterality""".split()
-
-
-@functools.lru_cache(64)
-def _tags_of(names): return frozenset(map(pydicom.tag.Tag, names))
-
-
+# %% ../../nbs/data/01_dicom.ipynb #e81bff12
 class _Unvalidated:
     "Within it pydicom does not warn of odd values with the bytes of a file; also where threads read at once."
     lock, inside, mode = threading.Lock(), 0, None
@@ -175,7 +173,7 @@ class _Unvalidated:
             _Unvalidated.inside -= 1
             if not _Unvalidated.inside: pydicom.config.settings.reading_validation_mode = self.mode
 
-
+# %% ../../nbs/data/01_dicom.ipynb #eacc9373
 def read_header(
     path,  # a DICOM file
     *more,  # keywords of tags that are read beside those of geometry and pixels
@@ -191,7 +189,7 @@ def read_header(
         _refuse_sizes(path, header)
     return header
 
-
+# %% ../../nbs/data/01_dicom.ipynb #25f6aa61
 _NOBODY = re.compile(r"(anon.*|unknown|none|patient|null|[0\-_ ]*)", re.IGNORECASE)
 
 
