@@ -69,6 +69,8 @@ def _read_source(path, series, dicom):
         slices, _ = _chosen(path, _headers(path)[0], series, dicom.stack)
         slices, _ = _sort(path, slices, None)
         placed = _grid_of(path, slices, dicom)
+    if (n := placed.shape[1] * placed.shape[2]) < 8:  # highdicom would pad each to a byte
+        raise UserError(f"{path}: its slices have {n} pixels, and a segmentation needs 8 or more; write .nii.gz")
     headers = [_whole_header(p) for p in dict.fromkeys(s.path for s in slices)]
     for h in headers:  # rounded in their own ways; more than rounding makes another stack
         if "ImageOrientationPatient" in h: h.ImageOrientationPatient = headers[0].ImageOrientationPatient
@@ -111,7 +113,7 @@ def _described(hd, ids, names, algorithm):
         yield hd.seg.SegmentDescription(number, label, codes(*_TISSUE), codes(*_TISSUE), "AUTOMATIC", by, hd.UID(),
                                         f"{LABEL}{i}")
 
-
+# %% ../../nbs/archive/00_segments.ipynb #f4b4f61d
 def _placed(hd, source):
     "Where the frames lie, as highdicom takes it."
     patient, a = hd.CoordinateSystemNames.PATIENT, source.affine[:3, :3] * [[-1], [-1], [1]]
@@ -135,6 +137,24 @@ class WrittenSegments:
     def __str__(self): return f"{self.path}: {len(self.segments)} segments in {self.frames} frames"
 
 # %% ../../nbs/archive/00_segments.ipynb #1556d650
+def _numbered(planes, ids):
+    "The planes with the numbers of segments in the place of ids."
+    to_number = np.zeros(ids[-1] + 1, np.uint8 if len(ids) < 256 else np.uint16)
+    to_number[ids] = np.arange(1, len(ids) + 1)
+    return to_number[planes.astype(np.int64)]
+
+
+def _segmentation(hd, found, planes, ids, names, algorithm, number):
+    "The object that highdicom makes of planes of ids."
+    who = dict(manufacturer="medlab", manufacturer_model_name="medlab", software_versions=__version__,
+        device_serial_number="none", content_description=algorithm[:64], specific_character_set="ISO_IR 192")
+    segments = [*_described(hd, ids, names, algorithm[:64])]
+    made = hd.seg.Segmentation(found.headers, _numbered(planes, ids), "BINARY", segments, hd.UID(), number, hd.UID(), 1,
+        **who, **_placed(hd, found))
+    made.SeriesDescription = f"labels by {algorithm}"[:64]
+    return made
+
+# %% ../../nbs/archive/00_segments.ipynb #8695d8b6
 def write_segments(
     volume:Volume,  # ids (z, y, x), whole numbers ≥ 0, on the grid of what `read_dicom` gave
     path,  # ends in .dcm; missing folders are made
@@ -152,18 +172,9 @@ def write_segments(
     if path.suffix.lower() != ".dcm": raise UserError(f"{path}: a DICOM segmentation ends in .dcm")
     found = _read_source(source, series, dicom)
     planes = _planes(volume, found, source)
-    if planes[0].size < 8:  # highdicom pads each such frame to a byte, and DICOM packs bits without gaps (PS3.5 8.1.1)
-        raise UserError(f"{source}: its slices have {planes[0].size} pixels, and a segmentation needs 8 or more; "
-                        "write .nii.gz")
     ids = _segment_ids(planes, names)
-    to_number = np.zeros(ids[-1] + 1, np.uint8 if len(ids) < 256 else np.uint16)
-    to_number[ids] = np.arange(1, len(ids) + 1)
-    who = dict(manufacturer="medlab", manufacturer_model_name="medlab", software_versions=__version__,
-        device_serial_number="none", content_description=algorithm[:64], specific_character_set="ISO_IR 192")
     with reading(source, "a segmentation of it cannot be written", "write .nii.gz"):
-        made = hd.seg.Segmentation(found.headers, to_number[planes.astype(np.int64)], "BINARY",
-            [*_described(hd, ids, names, algorithm[:64])], hd.UID(), number, hd.UID(), 1, **who, **_placed(hd, found))
-        made.SeriesDescription = f"labels by {algorithm}"[:64]
+        made = _segmentation(hd, found, planes, ids, names, algorithm, number)
         made.save_as(raw := io.BytesIO())
     _write_whole(path, raw.getvalue())
     return WrittenSegments(path, dict(enumerate(ids, 1)), int(made.NumberOfFrames), str(made.SeriesInstanceUID))

@@ -68,7 +68,7 @@ _known, _lock = {}, threading.Lock()
 def named_folder() -> CacheFolder:  # None: there is none, so nothing is kept on disk
     "The folder that the variable MEDLAB_CACHE names, one object in a process; raises `UserError` for an absurd size."
     place, size = os.environ.get(VARIABLE, ""), os.environ.get(SIZE, "")
-    if place in ("", "off", "0"): return None
+    if place.lower() in ("", "off", "0", "none"): return None
     with _lock:
         if (place, size) not in _known: _known[place, size] = CacheFolder(Path(place).expanduser(), _limit(size))
         return _known[place, size]

@@ -10,6 +10,7 @@ __all__ = ['CHEAP', 'check_early', 'try_batch', 'try_score', 'not_ours', 'Readin
 import shlex
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,10 +18,12 @@ from fastcore.basics import patch
 from tqdm import tqdm
 
 from ..batches.loading import Fault, First, OneSize, not_finite, unlike_in_words
-from ..core import UserError, with_own_line
+from ..core import UserError, print_text, with_own_line
+from ..preflight.report import Report
 from ..run.writer import check_place, stored_meta
+from ..train.progress import already_shown
 from ..train.state import torch_device
-from ..train.trainer import Trainer, checked_threads
+from ..train.trainer import Trainer, checked_threads, told
 
 # %% ../../nbs/cli/05_check.ipynb #cbe41c13
 def check_early(
@@ -176,13 +179,30 @@ def _first_batch(trainer, read):
         read()
         raise
 
+# %% ../../nbs/cli/05_check.ipynb #e3657d83
+def _in_report(report):
+    "A function of an event: whether a report has shown it, as the quarantine of a case, or as a note."
+    named, notes = {c.case.name for c in getattr(report, "checks", ()) if c.reason}, getattr(report, "notes", ())
+
+    def shown(event):
+        "See above."
+        if event.kind == "quarantine": return event.data.get("case") in named
+        return event.kind == "data" and any(n and str(n) in event.text for n in notes)
+    return shown
+
+
+def _with_cohort(report, info):
+    "A report whose notes say whose scans they are and which are copies; of a recipe of one's own as it is."
+    found = [info.get("identity"), *told(info.get("copies", ())), *told(info.get("leaks", ()))]
+    return replace(report, notes=(*report.notes, *filter(None, found))) if isinstance(report, Report) else report
+
 # %% ../../nbs/cli/05_check.ipynb #c201a3e1
 def rehearse(
     recipe,  # `Recipe`, built as for training
     run,  # directory that the run would have
     describe,  # function (trainer) that says what would be trained
     device:str=None, threads:int=None,  # as for `Trainer`
-    say=print,  # function of a line
+    say=print_text,  # function of a line
     minutes:float=5.0,  # for which the samples of a recipe of one's own are read, at most; > 0
     files:dict=None,  # "csv" and "html" → where the report is to be written; None: nowhere
     **knobs,
@@ -195,10 +215,11 @@ def rehearse(
     write_report(report, files or {}, recipe, say)
     ceiling = recipe.ceiling()
     if ceiling is not None: say(f"\n{ceiling}\n")
-    with tempfile.TemporaryDirectory(prefix="medlab-check-") as folder:
+    with tempfile.TemporaryDirectory(prefix="medlab-check-") as folder, already_shown(_in_report(report)):
         with Trainer(recipe, Path(folder) / "run", False, device, threads, **knobs) as trainer:
             torch.set_num_threads(trainer.threads)
             describe(trainer)
+            write_report(_with_cohort(report, trainer.info), files or {}, recipe, lambda text: None)
             read = lambda: report is None and not_ours(recipe) and read_samples(trainer, minutes, say)
             try: lines, seconds = try_batch(trainer, _first_batch(trainer, read))
             except Exception as e:

@@ -26,7 +26,7 @@ from ..data.volume import Volume, read_volume, write_volume
 from ..metrics import psnr, ssim
 from ..phantoms import MODALITIES, brain
 from ..plots import show_curves, show_prediction, stack
-from ..recipes.base import Table
+from ..recipes.table import Table
 from ..recipes.restoration import Restoration, restore
 from ..step.faster import faster_precision
 from ..train.state import torch_device

@@ -11,12 +11,12 @@ import inspect
 import sys
 from pathlib import Path
 
-from ..core import UserError
+from ..core import UserError, print_text
 from ..data.split import Split
 from ..memory.inference import infer
 from ..memory.usage import Memory
 from ..paired import paired
-from ..recipes.base import Table
+from ..recipes.table import Table
 from ..run.directory import Run
 from ..train.state import load_model, moved_places
 
@@ -65,14 +65,15 @@ def score_options(
 def _set_up(run, data, recipe, info):
     "Give a recipe the run's held-out cases, or those of the data: (the recipe, names to score, case → its fault)."
     if data: return *with_other_data(recipe, data, info), {}
-    for t in moved_places(recipe.config(), Run(run).meta.get("folder", ""), run): print(f"medlab: {t}", file=sys.stderr)
+    for t in moved_places(recipe.config(), Run(run).meta.get("folder", ""), run):
+        print_text(f"medlab: {t}", file=sys.stderr)
     return recipe, None, _as_trained(recipe, info)
 
 
 def _score(recipe, model, cases, options):
     "The table of a model; raises `UserError` where memory does not suffice."
-    say = lambda kind, text, *rest, **more: print(f"medlab: {text}", file=sys.stderr)
-    line, memory = lambda text: print(text, file=sys.stderr, flush=True), Memory(next(model.parameters()).device)
+    say = lambda kind, text, *rest, **more: print_text(f"medlab: {text}", file=sys.stderr)
+    line, memory = lambda text: print_text(text, file=sys.stderr, flush=True), Memory(next(model.parameters()).device)
     table, why = infer(lambda **kw: recipe.evaluate(model, cases, **kw), recipe, memory, say, options, say=line)
     if why: raise UserError(why)
     return table

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core import UnknownName, UserError
+from ..core import UnknownName, UserError, print_text
 from ..export.encoder import Trained, trained_encoder
 from ..oct.files import OCTPhantomCase
 from ..probes.features import PROBES, auroc_gain, judge, judged
 from ..probes.layers import dice_gain, judge_layers, label_folder, phantom_layers
 from ..probes.scratch import step_seconds, train_scratch
 from ..probes.tasks import probe_task
-from ..recipes.base import Table
+from ..recipes.table import Table
 from ..run.directory import Run
 
 # %% ../../nbs/cli/07_features.ipynb #e90c52a3
@@ -35,7 +35,7 @@ def scans_of(
 # %% ../../nbs/cli/07_features.ipynb #31d9fe11
 def _say_left_out(out):
     "Name on stderr who is left out."
-    for name, why in out: print(f"medlab: scan {name!r} is left out: {why}", file=sys.stderr)
+    for name, why in out: print_text(f"medlab: scan {name!r} is left out: {why}", file=sys.stderr)
 
 
 def embed_run(
@@ -135,7 +135,7 @@ def _scratch(t, cases, task, steps, seed, repeats):
     encoder, own = _rivals(t)["random"], [by[n] for n in task.cases]
     each = step_seconds(encoder, recipe.image_size, len(task.classes))
     size = f"{sum(p.numel() for p in encoder.parameters()) / 1e6:.3g} M weights, on {len(task.train)} scans"
-    print(f"medlab: from scratch: {steps} steps of 8 samples, {size}: about {steps * each:.3g} s by a trial step, "
+    print_text(f"medlab: from scratch: {steps} steps of 8 samples, {size}: about {steps * each:.3g} s by a trial step, "
         "without reading", file=sys.stderr)
     learning = recipe.data_of([own[i] for i in task.train], recipe.variation())
     made = train_scratch(encoder, learning, task.labels[task.train], len(task.classes), steps, seed)

@@ -22,7 +22,7 @@ from pathlib import Path
 import jsonargparse
 
 import medlab
-from ..core import UnknownName, UserError, optional, printable, why_unwritable
+from ..core import UnknownName, UserError, optional, print_text, printable, why_unwritable
 from medlab.cli.options import (
     RECIPES, add_threads, explain, fit_until, is_place, listed, option_type, options, recipe_class, several,
     threads_for)
@@ -123,32 +123,34 @@ FEW = 4  # cases to train on, below which it is said
 def _describe(trainer, target, path=None):
     "Print what is about to be trained, and on what."
     info, size = trainer.info, sum(p.numel() for p in trainer.model.parameters()) / 1e6
-    print(f"{trainer.recipe.name} in {path or trainer.path}: {size:.2f}M parameters, {trainer.knobs.precision} "
+    print_text(f"{trainer.recipe.name} in {path or trainer.path}: {size:.2f}M parameters, {trainer.knobs.precision} "
         f"on {trainer.device}, step {trainer.iteration} → {target}")
     if split := info.get("split"):
         note = f" ({split['note']})" if split.get("note") else ""
         of = f" of {info['patients']} patients" if "patients" in info else ""
-        print("cases: " + ", ".join(f"{k} {len(split[k])}" for k in ("train", "val", "test")) + of + note)
-        if text := info.get("identity"): print(text)
+        print_text("cases: " + ", ".join(f"{k} {len(split[k])}" for k in ("train", "val", "test")) + of + note)
+        if text := info.get("identity"): print_text(text)
         if 0 < len(split["train"]) < FEW:
-            print(f"warning: cases to train on: {len(split['train'])}; what is learned from so few is learned by heart")
+            print_text(f"warning: cases to train on: {len(split['train'])}; what is learned from so few is learned by "
+                "heart")
     n, batch = len(trainer.batches.dataset), trainer.recipe.batch_size
-    if batch > n: print(f"warning: batch_size {batch} is above the {n} samples there are: a batch holds some twice")
+    if batch > n:
+        print_text(f"warning: batch_size {batch} is above the {n} samples there are: a batch holds some twice")
     for level, text in info.get("notes", ()):
-        if level == "info": print(text)
+        if level == "info": print_text(text)
 
 # %% ../../nbs/cli/08_main.ipynb #3a675dc5
 def _say_scores(trainer):
     "The table of the last validation and where the best weights are, or how to score what was held out."
     v = trainer.validation
-    if v.table: print(v.table)
+    if v.table: print_text(v.table)
     if v.best and trainer.saver.active:
         b = v.best
         by = f", by {b['cases']} cases" if "cases" in b else ""
         way = "lowest" if v.less else "highest"
-        print(f"best {b['metric']} {b['value']:.4g} (the {way}) at step {b['step']}{by}, which is kept: medlab "
+        print_text(f"best {b['metric']} {b['value']:.4g} (the {way}) at step {b['step']}{by}, which is kept: medlab "
             f"evaluate {trainer.path} --best and medlab predict … --best take these weights")
-    if v.possible and not v.table: print(f"held-out cases were not scored; medlab evaluate {trainer.path} does")
+    if v.possible and not v.table: print_text(f"held-out cases were not scored; medlab evaluate {trainer.path} does")
 
 # %% ../../nbs/cli/08_main.ipynb #6398ed6f
 PAUSE, PATIENCE = 30.0, 3600.0  # s between two attempts to write the last checkpoint; after which it is given up
@@ -163,7 +165,7 @@ def save_late(
     "Write the last checkpoint once there is room. Raises `NotSaved` after that time, and `KeyboardInterrupt`."
     from medlab.run.checkpoint import NotSaved
     until, free = time.monotonic() + patience, shutil.disk_usage(trainer.path).free / 1e6
-    say = lambda text: print(f"medlab: {text}", file=sys.stderr, flush=True)
+    say = lambda text: print_text(f"medlab: {text}", file=sys.stderr, flush=True)
     say(error.strerror or error)
     say(f"{free:,.0f} MB are free on the disk of {trainer.path}; tried again every {pause:g} s for {patience / 60:g} "
         "minutes. Ctrl-C gives up what is not saved")
@@ -179,7 +181,7 @@ def _fit(trainer, target):
     "Train to the target; exit status."
     _describe(trainer, target)
     if target <= trainer.iteration:
-        print(f"nothing to do: the run is at step {trainer.iteration}; --steps {trainer.iteration + 1000} goes on")
+        print_text(f"nothing to do: the run is at step {trainer.iteration}; --steps {trainer.iteration + 1000} goes on")
         return 0
     taken = trainer.step.optimizer_step
     from medlab.cli.pace import Pace
@@ -189,7 +191,7 @@ def _fit(trainer, target):
     except NotSaved as e: save_late(trainer, e)
     counts = {k: len(trainer.run.events(k)) for k in ("skip", "drop", "bad_sample", "revert")}
     happened = ", ".join(f"{n} {k}" for k, n in counts.items() if n) or "no sample dropped, no step skipped"
-    print(f"{trainer.run.state} at step {trainer.iteration}; {happened}")
+    print_text(f"{trainer.run.state} at step {trainer.iteration}; {happened}")
     _say_scores(trainer)
     if trainer.run.state != "done": return 130
     return 0 if trainer.step.optimizer_step > taken else 1
@@ -210,13 +212,13 @@ def train(
     name, argv = (argv[0], argv[1:]) if named else option_word(argv, "--recipe")
     if again := option_word(argv, "--recipe")[0]: raise UserError(f"two recipes, {name} and {again}; leave out one")
     if not name and resumed_run(argv) is None and {"-h", "--help"} & {*argv}:
-        print(f"usage: medlab train RECIPE [options]; recipes: {', '.join(RECIPES)}, or one of your own: FILE.py:CLASS "
-            "or package.module:CLASS; medlab train RECIPE --help shows the options")
+        print_text(f"usage: medlab train RECIPE [options]; recipes: {', '.join(RECIPES)}, or one of your own: "
+            "FILE.py:CLASS or package.module:CLASS; medlab train RECIPE --help shows the options")
         return 0
     cls, stored = trained_recipe(name, argv)
     fields, knobs, rest = options(cls, argv)
     job = resumed_job(stored, fields, rest) if stored else new_job(cls, fields, rest)
-    print(_source_line(job.recipe), flush=True)
+    print_text(_source_line(job.recipe), flush=True)
     from medlab.train.trainer import Trainer
     from medlab.preflight.remembered import reread
     with reread(rest["reread"]):
@@ -302,7 +304,7 @@ def cpu_threads(
     import torch
     if threads is not None and threads < 1: raise UserError(f"--threads {threads} must be at least 1")
     before, (chosen, note) = torch.get_num_threads(), threads_for(threads)
-    if note and chosen != before: print(f"computing{note.strip(',')}; --threads says otherwise", file=sys.stderr)
+    if note and chosen != before: print_text(f"computing{note.strip(',')}; --threads says otherwise", file=sys.stderr)
     torch.set_num_threads(chosen or before)
     try: yield
     finally: torch.set_num_threads(before)
@@ -312,9 +314,9 @@ def _in_memory(recipe, model, case, options):
     "(the prediction, None), or (None, why memory did not do), after attempts in smaller tiles, which are said."
     from medlab.memory.inference import infer
     from medlab.memory.usage import Memory
-    said = lambda kind, text, *rest, **data: print(f"medlab: {case.name}: {text}", file=sys.stderr)
+    said = lambda kind, text, *rest, **data: print_text(f"medlab: {case.name}: {text}", file=sys.stderr)
     memory = Memory(next(model.parameters()).device)
-    say = lambda text: print(f"{case.name}: {text}", file=sys.stderr, flush=True)
+    say = lambda text: print_text(f"{case.name}: {text}", file=sys.stderr, flush=True)
     return infer(lambda **kw: recipe.predict(model, case, **kw), recipe, memory, said, options, say=say)
 
 # %% ../../nbs/cli/08_main.ipynb #c6cb0a25
@@ -323,11 +325,11 @@ def _predict_one(recipe, model, case, output, options):
     try:
         result, text = _in_memory(recipe, model, case, options)
         if text is None:
-            print(recipe.write(result, case, output), result)
+            print_text(recipe.write(result, case, output), result)
             return True
     except UserError as e: text = str(e)
     except OSError as e: text = f"cannot write {e.filename}: {e.strerror}"
-    print("medlab: " + (text if case.name in text else f"case {case.name!r}: {text}"), file=sys.stderr)
+    print_text("medlab: " + (text if case.name in text else f"case {case.name!r}: {text}"), file=sys.stderr)
     return False
 
 
@@ -338,11 +340,11 @@ def _predict_all(recipe, model, step, cases, output, options):
     "Names of the cases that could not be predicted."
     failed = []
     for i, case in enumerate(cases, 1):
-        print(f"predicting {case.name}, {i} of {len(cases)}, with the weights of step {step}, on "
+        print_text(f"predicting {case.name}, {i} of {len(cases)}, with the weights of step {step}, on "
             f"{next(model.parameters()).device}", file=sys.stderr, flush=True)
         try: sound = _predict_one(recipe, model, case, output, options)
         except KeyboardInterrupt:
-            print(f"medlab: interrupted: {case.name} was not written; files of cases before it are whole",
+            print_text(f"medlab: interrupted: {case.name} was not written; files of cases before it are whole",
                 file=sys.stderr)
             raise Interrupted from None
         if not sound: failed.append(case.name)
@@ -375,7 +377,7 @@ def predict(
     recipe.check_output(a.output, cases)
     with cpu_threads(a.threads): failed = _predict_all(recipe, model, step, cases, a.output, own)
     if failed and len(cases) > 1:
-        print(f"medlab: {len(failed)} of {len(cases)} cases could not be predicted: {', '.join(failed)}",
+        print_text(f"medlab: {len(failed)} of {len(cases)} cases could not be predicted: {', '.join(failed)}",
             file=sys.stderr)
     return 2 if failed else 0
 
@@ -424,10 +426,10 @@ def evaluate(
         table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, cls, a.beside, **given)
     n = len({r["case"] for r in table.rows})
     which = "the best that validation found" if a.best else "the newest"
-    print(f"{a.run}, weights of step {step} ({which}): {n} cases of {a.data or _whose(table)}")
-    print(table)
+    print_text(f"{a.run}, weights of step {step} ({which}): {n} cases of {a.data or _whose(table)}")
+    print_text(table)
     if a.csv: table.to_csv(a.csv)
-    for r in table.left_out: print(f"medlab: case {r['case']!r} could not be scored: {r['why']}", file=sys.stderr)
+    for r in table.left_out: print_text(f"medlab: case {r['case']!r} could not be scored: {r['why']}", file=sys.stderr)
     return 2 if table.left_out else 0
 
 # %% ../../nbs/cli/08_main.ipynb #70253934
@@ -455,7 +457,7 @@ def embed(
     with cpu_threads(a.threads):
         found, out = embed_run(a.run, a.data, a.best, a.device, _named(argv), a.tokens, a.student)
     shapes = ", ".join(f"{k} {'×'.join(map(str, v.shape[1:]))}" for k, v in found.values.items())
-    print(f"{found.save(a.output)}: {len(found)} scans, {shapes}; weights of step {found.about['step']}")
+    print_text(f"{found.save(a.output)}: {len(found)} scans, {shapes}; weights of step {found.about['step']}")
     return 2 if out else 0
 
 
@@ -482,7 +484,7 @@ def probe(
     with cpu_threads(a.threads):
         table = probe_run(a.run, a.data, a.labels, a.target, [k for k in (a.probes or "").split(",") if k], a.share,
             a.seed, a.best, a.device, _named(argv), masks=a.masks, scratch_steps=a.scratch_steps)
-    print(table)
+    print_text(table)
     if a.csv: table.to_csv(a.csv)
     return 0
 
@@ -503,7 +505,7 @@ def export(
     _add_recipe(p)
     a = parsed(p, argv)
     from medlab.export.folder import export_run
-    print(export_run(a.run, a.out, a.form, a.weights, a.step, a.overwrite, _named(argv)))
+    print_text(export_run(a.run, a.out, a.form, a.weights, a.step, a.overwrite, _named(argv)))
     return 0
 
 # %% ../../nbs/cli/08_main.ipynb #4c1b9486
@@ -532,14 +534,14 @@ def runs(argv) -> int:
     root = one_folder(argv, "runs")
     there = sorted(p.parent for p in root.glob("*/run.db"))
     for fault in map(run_or_fault, there):
-        if isinstance(fault, UserError): print(f"medlab: {fault}", file=sys.stderr)
+        if isinstance(fault, UserError): print_text(f"medlab: {fault}", file=sys.stderr)
     found = Run.list(root)
     if there and not found: return 2
     if not found:
         raise UserError(f"no run below {str(root)!r}; medlab train makes one, medlab runs FOLDER looks elsewhere")
     for run in found:
-        try: print(_run_line(run))
-        except UserError as e: print(f"medlab: {e}", file=sys.stderr)
+        try: print_text(_run_line(run))
+        except UserError as e: print_text(f"medlab: {e}", file=sys.stderr)
     return 0
 
 # %% ../../nbs/cli/08_main.ipynb #1b2a4684
@@ -556,7 +558,7 @@ def check(argv) -> int:
             f"{rest['resume']} looks at its data before it goes on")
     job, files = new_job(cls, fields, rest), {k: rest[k] for k in ("csv", "html") if rest[k]}
     for kind, file in files.items(): _check_file(Path(file), kind, f"cases.{kind}")
-    print(_source_line(job.recipe), flush=True)
+    print_text(_source_line(job.recipe), flush=True)
     from medlab.cli.check import command_line, rehearse
     from medlab.preflight.remembered import reread
     with reread(rest["reread"]):
@@ -564,7 +566,7 @@ def check(argv) -> int:
             rest.get("threads"), minutes=rest["check_minutes"], files=files, **knobs)
     for spelling in ("--check-minutes", "--check_minutes", "--csv", "--html"): argv = option_word(argv, spelling)[1]
     argv = [w for w in argv if w != "--reread"]
-    print(f"{command_line(name, *_data_of(argv, fields))} would start")
+    print_text(f"{command_line(name, *_data_of(argv, fields))} would start")
     return 0
 
 
@@ -586,8 +588,8 @@ def lab(argv) -> int:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; name a folder for the tutorials, such as medlab-lab")
     copied = copy_tutorials(folder)
-    if copied: print(f"{len(copied)} files copied to {folder}; notebooks that were there are untouched")
-    else: print(f"the tutorials are in {folder}")
+    if copied: print_text(f"{len(copied)} files copied to {folder}; notebooks that were there are untouched")
+    else: print_text(f"the tutorials are in {folder}")
     from jupyterlab.labapp import LabApp
     LabApp.launch_instance([str(folder), "--LabApp.default_url=/lab/tree/live_lab.ipynb", *argv[named:]])
     return 0
@@ -633,14 +635,14 @@ def cache(argv) -> int:
     from medlab.cache.folder import VARIABLE, named_folder
     folder = named_folder()
     if folder is None:
-        print(f"no decoded volumes are kept: {VARIABLE} names no folder; export {VARIABLE}=/fast/disk/medlab-volumes "
-            "turns it on for all runs")
+        print_text(f"no decoded volumes are kept: {VARIABLE} names no folder; export "
+            f"{VARIABLE}=/fast/disk/medlab-volumes turns it on for all runs")
         return 0
     try:
-        if not a.clear: print(folder.overview())
+        if not a.clear: print_text(folder.overview())
         else:
             n, freed = folder.clear()
-            print(f"{folder}: removed {n}, {freed / 1e9:.3g} GB")
+            print_text(f"{folder}: removed {n}, {freed / 1e9:.3g} GB")
     except OSError as e:
         raise UserError(f"{folder.folder}: {(e.strerror or str(e)).lower()}; name another folder by {VARIABLE}") from e
     return 0
@@ -661,20 +663,20 @@ def usage() -> str:
 def show_warning(message, category, filename, lineno, file=None, line=None):
     "One line for a warning of medlab's own or of the user's data; what libraries warn developers of stays silent."
     own = Path(filename).is_relative_to(Path(medlab.__file__).parent)
-    if own and issubclass(category, UserWarning): print(f"medlab: {message}", file=sys.stderr)
+    if own and issubclass(category, UserWarning): print_text(f"medlab: {message}", file=sys.stderr)
 
 # %% ../../nbs/cli/08_main.ipynb #a34d2c62
 def _command(argv):
     "Run the command that was typed; exit status."
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
+        print_text(usage())
         return 0
     if argv[0] == "--version":
-        print(f"medlab {medlab.__version__}")
+        print_text(f"medlab {medlab.__version__}")
         return 0
     if argv[0] not in COMMANDS: raise UnknownName("command", argv[0], COMMANDS)
     if argv[0] in ("runs", "lab") and {"-h", "--help"} & {*argv[1:]}:
-        print(f"usage: medlab {argv[0]} [FOLDER]: {COMMANDS[argv[0]].__doc__}")
+        print_text(f"usage: medlab {argv[0]} [FOLDER]: {COMMANDS[argv[0]].__doc__}")
         return 0
     return COMMANDS[argv[0]](argv[1:])
 
@@ -687,12 +689,12 @@ def _status_of(error):
     if isinstance(error, (UserError, KeyboardInterrupt)):
         mistake = isinstance(error, UserError)
         if not isinstance(error, Interrupted):
-            print(f"medlab: {_noted(error) if mistake else 'interrupted'}", file=sys.stderr)
+            print_text(f"medlab: {_noted(error) if mistake else 'interrupted'}", file=sys.stderr)
         return 2 if mistake else 130
     from medlab.core import RunFailed
     from medlab.run.checkpoint import NotSaved
-    if isinstance(error, RunFailed): print(f"medlab: the run failed: {_noted(error)}", file=sys.stderr)
-    elif isinstance(error, NotSaved): print(f"medlab: {error.strerror or error}", file=sys.stderr)
+    if isinstance(error, RunFailed): print_text(f"medlab: the run failed: {_noted(error)}", file=sys.stderr)
+    elif isinstance(error, NotSaved): print_text(f"medlab: {error.strerror or error}", file=sys.stderr)
     else: traceback.print_exception(error)
     return 1
 

@@ -104,6 +104,20 @@ class Patients:
         many = next(((p, names) for p, names in groups.items() if len(names) > 1), None)
         return f"{rule} ({n})" + (f" such as {many[0]} of {' and '.join(many[1][:2])}" if many else "")
 
+# %% ../../nbs/cohort/00_identity.ipynb #1bd3bcfb
+def _own_rule(rule):
+    "The function of a name that a regular expression makes."
+    try: pattern = re.compile(rule)
+    except re.error as e:
+        raise UserError(f"patient_rule='{rule}': no regular expression ({e}); such as 'P\\d+', or '(\\d+)_scan'") from e
+
+    def own(name):
+        "(patient, rule) of a name."
+        if m := pattern.search(name): return (m[1] if pattern.groups else m[0]) or m[0], f"'{rule}'"
+        raise UserError(f"patient_rule='{rule}' matches nothing in {name!r}; each needs a patient: widen it, such as "
+                        f"'{rule}|.*'")
+    return own
+
 
 def patients_of(
     names,  # of cases
@@ -117,21 +131,7 @@ def patients_of(
     if not own: found |= {n: (p, "given") for n in names if (p := known.get(n)) and p != found[n][0]}
     return Patients({n: p for n, (p, _) in found.items()}, {n: r for n, (_, r) in found.items()})
 
-
-def _own_rule(rule):
-    "The function of a name that a regular expression makes."
-    try: pattern = re.compile(rule)
-    except re.error as e:
-        raise UserError(f"patient_rule={rule!r}: no regular expression ({e}); such as 'P\\d+', or '(\\d+)_scan'") from e
-
-    def own(name):
-        "(patient, rule) of a name."
-        if m := pattern.search(name): return (m[1] if pattern.groups else m[0]) or m[0], f"{rule!r}"
-        raise UserError(f"patient_rule={rule!r} matches nothing in {name!r}; each needs a patient: widen it, such as "
-                        f"'{rule}|.*'")
-    return own
-
-
+# %% ../../nbs/cohort/00_identity.ipynb #3e911d72
 def with_patients(
     cases,  # dataclasses with name and patient
     rule:str,  # see `patients_of`; "": they stay as they are
@@ -140,4 +140,3 @@ def with_patients(
     if not rule: return list(cases)
     of = patients_of([c.name for c in cases], rule).of
     return [replace(c, patient=of[c.name]) for c in cases]
-

@@ -35,7 +35,7 @@ def leaks(
         if c.joins and (pair := _apart(c.cases, side)): found.append(f"{told(pair[0])} and {told(pair[1])}: {c}")
     return found
 
-
+# %% ../../nbs/cohort/03_proof.ipynb #cedd4a54
 def refuse_leaks(
     found,  # of `leaks`
     allow:bool=False,  # it was asked for
@@ -48,23 +48,6 @@ def refuse_leaks(
         "for it by name: allow_leak=True (--allow-leak true)")
 
 # %% ../../nbs/cohort/03_proof.ipynb #f12da4fc
-def prove(
-    sides:dict,  # "train", "val", "test" → names of cases
-    patients:Patients,  # copies joined
-    prints:dict,  # case → {part: `Fingerprint`}; {}: nothing was hashed
-    copies=(),  # of `find_copies`
-    leaks=(),  # of `leaks`, which were allowed
-    **drawn,  # how: seed, shares, folds …; JSON
-) -> dict:  # JSON
-    "Everything that shows which side a case lies on and why."
-    hashes = lambda n: {p: f[0] for p, f in prints.get(n, {}).items() if f[0]}
-    cases = {n: dict(side=s, patient=patients.of[n], rule=patients.rules[n], voxels=hashes(n))
-        for s in SIDES for n in sides.get(s, ())}
-    count = lambda s: dict(cases=len(sides.get(s, ())), patients=len({patients.of[n] for n in sides.get(s, ())}))
-    return dict(states=_statement(cases, leaks), drawn=drawn, counts={s: count(s) for s in SIDES},
-        identity=str(patients), copies=[str(c) for c in copies], leaks=list(leaks), cases=cases)
-
-
 def _sides_of(cases, key):
     "What `key` gives of each case → the sides on which it occurs."
     found = {}
@@ -85,6 +68,23 @@ def _statement(cases, leaks):
         return "no patient and no hash lies on two sides" + f"; {hashed} of {len(cases)} cases were hashed" * (hashed <
             len(cases))
     return f"{bad['patient']} patients and {bad['hash']} hashes lie on two sides, as it was asked for by allow_leak"
+
+# %% ../../nbs/cohort/03_proof.ipynb #5e903a56
+def prove(
+    sides:dict,  # "train", "val", "test" → names of cases
+    patients:Patients,  # copies joined
+    prints:dict,  # case → {part: `Fingerprint`}; {}: nothing was hashed
+    copies=(),  # of `find_copies`
+    leaks=(),  # of `leaks`, which were allowed
+    **drawn,  # how: seed, shares, folds …; JSON
+) -> dict:  # JSON
+    "Everything that shows which side a case lies on and why."
+    hashes = lambda n: {p: f[0] for p, f in prints.get(n, {}).items() if f[0]}
+    cases = {n: dict(side=s, patient=patients.of[n], rule=patients.rules[n], voxels=hashes(n))
+        for s in SIDES for n in sides.get(s, ())}
+    count = lambda s: dict(cases=len(sides.get(s, ())), patients=len({patients.of[n] for n in sides.get(s, ())}))
+    return dict(states=_statement(cases, leaks), drawn=drawn, counts={s: count(s) for s in SIDES},
+        identity=str(patients), copies=[str(c) for c in copies], leaks=list(leaks), cases=cases)
 
 # %% ../../nbs/cohort/03_proof.ipynb #d30c553f
 def verify(

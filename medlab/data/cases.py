@@ -158,11 +158,19 @@ def _rename_doubles(cases, folders):
     known = lambda name: count[name] == 1 and without_visit(name)
     return [c if known(c.name) else replace(c, name="_".join(p)) for c, p in zip(cases, parts)]
 
+# %% ../../nbs/data/04_cases.ipynb #d965d777
+def _refuse_twice(root, cases, folders):
+    "Raise where two cases have one name; folders: where each lies."
+    first = {}
+    for c, f in zip(cases, folders):
+        if c.name not in first: first[c.name] = f
+        else: raise UserError(f"{root}: {c.name!r} is the name of two cases, of {first[c.name]} and of {f}; rename one")
 
+# %% ../../nbs/data/04_cases.ipynb #70a6712c
 _LOOKED = ("CASE-{t1n,t1c,t2w,t2f}.nii.gz, CASE_{t1,t1ce,t2,flair}.nii.gz or {t1,t1c,t2,flair}.nii.gz, "
            "each also .nii")
 
-# %% ../../nbs/data/04_cases.ipynb #70a6712c
+
 def _none_found(root, names, seen):
     "The error for a folder without a case."
     looked = ", ".join(names.values()) if names else _LOOKED
@@ -194,7 +202,9 @@ def find_cases(
         cases += found
         folders += [folder.relative_to(top)] * len(found)
     if not cases: raise _none_found(root, names, seen)
-    return sorted(_rename_doubles(cases, folders), key=lambda c: c.name)
+    cases = _rename_doubles(cases, folders)
+    _refuse_twice(root, cases, folders)
+    return sorted(cases, key=lambda c: c.name)
 
 # %% ../../nbs/data/04_cases.ipynb #9961cad3
 @dataclass(frozen=True)
@@ -237,7 +247,7 @@ def _of_the_moment(error):
         error = error.__cause__
     return False
 
-
+# %% ../../nbs/data/04_cases.ipynb #13798b2b
 @patch
 def say(self:Check,
     modality:str,  # "": the case as a whole
@@ -344,7 +354,11 @@ def inspect_case(
     return check
 
 
-def check_case(case, resample=False, **kw) -> list:
+def check_case(
+    case,  # see `inspect_case`
+    resample:bool=False,  # see there
+    **kw,  # see there
+) -> list:  # of `Finding`
     "The findings of `inspect_case`."
     return inspect_case(case, resample, **kw).findings
 
@@ -385,8 +399,12 @@ def inspect_cases(
     return inspect_each(partial(inspect_case, resample=resample, **kw), cases, threads, "checking cases" * progress)
 
 # %% ../../nbs/data/04_cases.ipynb #e2b8d408
-def sort_cases(cases, resample=False, **kw) -> tuple:
-    "(sound cases, [(case, reason), …]); options as in `inspect_cases`."
+def sort_cases(
+    cases,  # any iterable of cases
+    resample:bool=False,  # see `inspect_case`
+    **kw,  # of `inspect_cases`
+) -> tuple:  # (sound cases, [(case, reason), …] of the others)
+    "Tell cases that can be used from those that cannot."
     checks = inspect_cases(cases, resample, **kw)
     return [c.case for c in checks if not c.reason], [(c.case, c.reason) for c in checks if c.reason]
 

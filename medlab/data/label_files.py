@@ -102,10 +102,10 @@ class Found:
 
 # %% ../../nbs/data/11_label_files.ipynb #bd1094f3
 def _volumes(folder):
-    "stem → paths of the volumes in a folder; hidden ones are left out."
+    "stem → paths of the volumes in a folder, also of what is no ordinary file; hidden ones are left out."
     found = {}
     for p in sorted(folder.iterdir()):
-        if p.is_file() and is_volume(p) and not p.name.startswith("."): found.setdefault(file_stem(p), []).append(p)
+        if not p.is_dir() and is_volume(p) and not p.name.startswith("."): found.setdefault(file_stem(p), []).append(p)
     return found
 
 # %% ../../nbs/data/11_label_files.ipynb #396c175b

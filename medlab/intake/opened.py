@@ -65,8 +65,10 @@ def within(
 ):
     "Raise `UserError` where a file asks for more than a limit."
     if value <= (most := getattr(limits(), name)): return
-    raise UserError(f"{path}: asks for {value:,} {_UNITS.get(name, 'bytes of ' + name)}, and "
-        f"the limit is {most:,}; if the file is sound, set {VARIABLE}={name}={value}")
+    sound = value < 2**50
+    remedy = f"if the file is sound, set {VARIABLE}={name}={value}" if sound else "copy it again from its source"
+    raise UserError(f"{path}: asks for {value:,} {_UNITS.get(name, 'bytes of ' + name)}, and the limit is {most:,}; "
+        f"{remedy}")
 
 # %% ../../nbs/intake/00_opened.ipynb #b48a6f74
 _NO_FILE = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe (FIFO)"), (stat.S_ISSOCK, "a socket"),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from fastcore.basics import patch
 
+from ..core import printable
+
 # %% ../../nbs/preflight/05_faults.ipynb #d82cbe98
 _KINDS_OF_REASON = (
     ("no pixel data", "no pixel data"), ("vendor's file unreadable", "OCT-Converter|no OCT volume|Analyze"),
@@ -25,8 +27,10 @@ _KINDS_OF_REASON = (
     ("one frame only", "one frame only|2D image|one image"),
     ("frames differ in size", "differ in size|cut alike"),
     ("frames not in a row", "evenly|straight line|images, at each|volumes"),
-    ("grids differ", "grids differ|differ in shape"), ("no label", "no label|without label|has no mask"),
-    ("unknown label", "holds label"), ("part missing", "missing; it has|modalities needed|no partner|channel"),
+    ("no ordinary file", "no ordinary file"), ("grids differ", "grids differ|differ in shape"),
+    ("no label", "no label|without label|has no mask"), ("no image", "has no image"),
+    ("label unsound", "labels are (≥ 0|whole numbers)"), ("unknown label", "holds label"),
+    ("part missing", "missing; it has|modalities needed|no partner|channel"),
     ("constant", "is constant|nearly constant"), ("not finite", "NaN"))
 
 # %% ../../nbs/preflight/05_faults.ipynb #086306cf
@@ -56,7 +60,7 @@ class FaultTable:
         for maker, c in sorted(self.counts.items()):
             n = sum(c.values())
             share = f"{100 * (n - c.get('sound', 0)) / n:.0f} %"
-            names = maker if isinstance(maker, tuple) else (maker,)
+            names = (printable(" ".join(str(m).split()), 80) for m in (maker if isinstance(maker, tuple) else (maker,)))
             made.append((*names, str(n), share, *(str(c.get(k, 0)) for k in self.columns)))
         return made
 

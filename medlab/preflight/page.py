@@ -123,7 +123,7 @@ def _spread(name, values, odd, width=240, height=46):
     marks = "".join(f'<rect class="odd" x="{x:g}" y="{height - 5}" width="3" height="5"/>' for x in sorted(at))
     told = f' · <span class="mark">{len(odd):,} marked</span>' if odd else ""
     return (f'<div class="plot"><h3>{_text(name, 80)}</h3><div class="soft">median {np.median(x):.4g} · {len(x):,} '
-            f'cases{told}</div>{bars.replace("</svg>", marks + "</svg>")}{_ends(lo, hi)}</div>')
+            f'case{"s" * (len(x) != 1)}{told}</div>{bars.replace("</svg>", marks + "</svg>")}{_ends(lo, hi)}</div>')
 
 # %% ../../nbs/preflight/06_page.ipynb #448958e9
 MOST = dict(findings=8, labels=8, histograms=3, plots=24)  # of each case, and of the page; the rest is counted
@@ -143,9 +143,9 @@ def _label(i, f):
 
 def _measured(check):
     "Size, spacing, range and labels of a case."
-    size = "×".join(map(str, check.shape or ())) or "size unknown"
-    step = "×".join(f"{s:.4g}" for s in check.spacing or ()) or "spacing unknown"
-    lines = [f"{size} voxels of {step} mm", *(f"{m}: {lo:.4g} … {hi:.4g}" for m, (lo, hi) in check.ranges.items())]
+    size, step = "×".join(map(str, check.shape or ())), "×".join(f"{s:.4g}" for s in check.spacing or ())
+    known = f"{size} voxels" * bool(size) + f" of {step} mm" * bool(step)
+    lines = [*[known] * bool(known), *(f"{m}: {lo:.4g} … {hi:.4g}" for m, (lo, hi) in check.ranges.items())]
     labels, more = _more(list(check.facts.get("labels", {}).items()), "labels")
     if labels: lines.append("label " + "; ".join(_label(i, f) for i, f in labels) + f"; {more}" * bool(more))
     dicom = check.facts.get("dicom")
@@ -217,7 +217,8 @@ def _summary(checks, odd, notes, tables):
              (far, "unlike the others", bool(far)), (noted, "with notes"))
     yield f'<div class="tiles">{"".join(_tile(*t) for t in tiles)}</div>'
     reasons = Counter(reason_kind(c.reason) for c in checks if c.reason)
-    if reasons: yield "<h2>Why cases are in quarantine</h2>" + _table(("reason", "cases"), reasons.most_common())
+    often = sorted(reasons.items(), key=lambda r: (r[0] == "other", -r[1]))
+    if reasons: yield "<h2>Why cases are in quarantine</h2>" + _table(("reason", "cases"), often)
     for t in tables: yield f"<h2>By {_text(', '.join(t.by))}</h2>" + _table(t.head, t.rows())
     lines = [line for n in notes for line in n.split("\n")]
     if lines: yield "<h2>Notes</h2>" + "".join(f"<p>{_text(line, 1000)}</p>" for line in lines)

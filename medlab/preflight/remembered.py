@@ -98,7 +98,8 @@ def cache_folder() -> Path:  # None: nothing is to be kept
     "The folder of what this user's medlab remembers: MEDLAB_CACHE, or that of the desktop's standard (XDG)."
     told = os.environ.get(VARIABLE, "")
     if told.lower() in ("off", "0", "none"): return None
-    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medlab"
+    if told: return Path(told).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medlab"
 
 # %% ../../nbs/preflight/00_remembered.ipynb #c65d9152
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from fastcore.basics import patch
 
-from ..core import printable
+from ..core import for_spreadsheet, printable, visible
 from .faults import dicom_table, html_row
 from .outliers import LIMIT, measures, outliers
 from .page import kinds_of, page, write_whole
@@ -35,7 +35,7 @@ def _row(check):
 # %% ../../nbs/preflight/07_report.ipynb #c4d045c6
 def _markdown(rows):
     "Rows under `COLUMNS` as the lines of a Markdown table."
-    rows = [COLUMNS, *([cell.replace("|", "\\|").replace("\n", " ") for cell in r] for r in rows)]
+    rows = [COLUMNS, *([" ".join(cell.split()).replace("|", "\\|") for cell in r] for r in rows)]
     last = len(COLUMNS) - 1
     width = [len(COLUMNS[i]) if i == last else max(len(r[i]) for r in rows) for i in range(last + 1)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(r, width)) + " |" for r in rows]
@@ -66,7 +66,7 @@ class Report:
         notes = ["", *self.sentences] if self.sentences else []
         tables = [line for t in self.tables for line in ("", str(t))]
         left = [self._left] * bool(self._left)
-        return "\n".join([self.title, "", *_markdown(self.rows(SHOWN)), *left, *tables, *notes])
+        return visible("\n".join([self.title, "", *_markdown(self.rows(SHOWN)), *left, *tables, *notes]))
 
     __repr__ = __str__
 
@@ -142,7 +142,8 @@ def to_csv(self:Report,
     path,  # file; one that is there is replaced
 ):
     "Write a line for each case; the file appears whole or not at all. Raises `UserError` where it cannot be written."
-    records = list(self._records())
+    safe = lambda record: {for_spreadsheet(k): for_spreadsheet(v) for k, v in record.items()}
+    records = [safe(r) for r in self._records()]
     writer = csv.DictWriter(text := io.StringIO(newline=""), list(dict.fromkeys(k for r in records for k in r)))
     writer.writeheader()
     writer.writerows(records)

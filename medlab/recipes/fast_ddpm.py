@@ -24,7 +24,8 @@ from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
 from ..preflight.report import Report
 from ..memory.tiles import Tiles, blend_tiles, checked_overlap, count_tiles, in_bf16
-from .base import Recipe, Table
+from .base import Recipe
+from .table import Table
 
 # %% ../../nbs/recipes/01_fast_ddpm.ipynb #e437d9f0
 OVERLAP = 0.25  # of neighbouring patches where none is named, share of their side

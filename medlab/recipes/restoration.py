@@ -28,7 +28,8 @@ from ..knobs.fixes import Fix, FIXES
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
 from ..preflight.report import Report
-from .base import Recipe, output_file
+from .base import Recipe
+from .use import output_file
 
 # %% ../../nbs/recipes/02_restoration.ipynb #c77e4afd
 class RestorationKnobs(Knobs):

@@ -33,7 +33,8 @@ from ..knobs.fixes import Fix, FIXES
 from ..knobs.knobs import Knobs
 from ..knobs.traits import Real
 from ..preflight.report import Report
-from .base import Recipe, output_file
+from .base import Recipe
+from .use import output_file
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #28be5341
 OVERLAP = 0.5  # of neighbouring windows where none is named, share of their side

@@ -34,7 +34,8 @@ from ..nets.codec import load_codec, to_unit
 from ..nets.latent_unet import LatentUNet, check_window, latent_unet, measure_scale
 from ..nets.residual import BlockCodec, Components, LatentCodec, dct_codec
 from ..paired import paired
-from .base import Recipe, Table
+from .base import Recipe
+from .table import Table
 from ..slices.ceiling import measure_ceiling
 from ..slices.coding import Coded, base_volume, code_base, make_latents, plan_latents
 from ..slices.files import SlicePhantom, find_slices

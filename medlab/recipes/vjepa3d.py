@@ -48,7 +48,8 @@ from ..probes.heads import knn_probe
 from ..probes.layers import LabelVolumes, label_tokens
 from ..probes.tasks import MatchedLabels, match_labels, read_labels
 from ..step.schedule import DecaySchedule, LRSchedule
-from .base import Recipe, Table
+from .base import Recipe
+from .table import Table
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #068f2ed8
 class VJEPAKnobs(CollapseKnobs):

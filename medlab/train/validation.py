@@ -14,7 +14,8 @@ import traceback
 from fastcore.basics import patch
 
 from ..core import UserError, with_own_line
-from ..recipes.base import ALIKE, Table, Use
+from ..recipes.table import Table
+from ..recipes.use import ALIKE, Use
 
 # %% ../../nbs/train/08_validation.ipynb #3909c4d6
 FIRST = 60.0  # s of training before the first validation
@@ -202,7 +203,8 @@ def table_of(
     "What `evaluate` gave back; raises `UserError` where it is no `Table`."
     if isinstance(made, Table): return made
     raise UserError(f"{type(recipe).__name__}.evaluate returned a {type(made).__name__}, and a Table is needed, with a "
-        "dictionary for each case: from medlab.recipes.base import Table; return Table([dict(case=name, dice=0.9), …])")
+        "dictionary for each case: from medlab.recipes.table import Table; return Table([dict(case=name, dice=0.9), "
+        "…])")
 
 # %% ../../nbs/train/08_validation.ipynb #943eb40d
 LESS = re.compile(r"(^|_)(loss|error|dist|distance|hd\d*|asd|assd|mse|rmse|mae|nll|mm)(_|$)")  # less is better, by name

@@ -15,7 +15,8 @@ from medlab.contracts.result import Notice
 from medlab.cli.main import save_late
 from medlab.run.checkpoint import NotSaved
 from medlab.core import RunFailed
-from medlab.recipes.base import Recipe, Table
+from medlab.recipes.base import Recipe
+from medlab.recipes.table import Table
 from medlab.train.trainer import Trainer
 
 CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"

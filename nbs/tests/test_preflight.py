@@ -9,12 +9,15 @@ from pathlib import Path
 
 import nibabel as nib
 import numpy as np
+import pydicom
 import pytest
 
 from many_cases import DAMAGE, OLD, make_cases, measured
+from medlab.core import printable
 from medlab.data.cases import find_cases, inspect_cases, inspect_each
 from medlab.data.label_files import find_labelled
 from medlab.data.labelled import inspect_all
+from medlab.data.volume import Volume
 from medlab.phantoms import write_brats
 from medlab.preflight import each
 from medlab.preflight.faults import dicom_table
@@ -23,6 +26,7 @@ from medlab.preflight.report import Report
 from medlab.recipes import FastDDPM
 from medlab.slices.files import find_slices
 from medlab.slices.pairs import inspect_slices
+from medlab.slices.series import write_series
 from test_cli import said
 
 MANY = int(os.environ.get("MEDLAB_MANY", "200"))
@@ -159,6 +163,42 @@ def test_reread(tmp_path):
         assert argv[0] == "train" or "--reread" not in out.splitlines()[-1]
 
 
+@pytest.mark.parametrize("recipe", ["fast_ddpm", "segmentation"])
+def test_a_case_in_quarantine_is_named_once(tmp_path, recipe):
+    "In the table and nowhere else; training, which shows no table, names it on stderr."
+    if recipe == "segmentation": bad = labelled(tmp_path / "data") / "images/c3.nii.gz"
+    else:
+        make_cases(tmp_path / "data", 6)
+        bad = next((tmp_path / "data/P00004").glob("*t1n*"))
+    bad.write_bytes(b"")
+    options = (tmp_path / "data", "--debug", "--threads", 1, "--precision", "fp32", *([] if recipe == "fast_ddpm" else ["--image-size", "16,16,16"]))
+    name = "c3" if recipe == "segmentation" else "P00004"
+    status, out, err = said("check", *options, "--recipe", recipe)
+    assert status == 0 and (out + err).count("is empty (0 bytes)") == 1 == out.count(f"| {name} ") and name not in err, (out, err)
+    status, out, err = said("train", recipe, "--data-root", *options, "--run", tmp_path / "run", "--steps", 1)
+    assert status == 0 and err.count(f"{name} is left out") == 1 and "is empty (0 bytes)" in err, (out, err)
+
+
+def test_no_name_becomes_a_formula(tmp_path):
+    "Cases whose names begin as formulas: in the table for spreadsheets an apostrophe stands in front, and the name is whole."
+    root, names = labelled(tmp_path / "data"), ["=1+2", "+1", "-1", "@SUM(1)", "\tx", "=HYPERLINK(\"http:a\",\"b\")"]
+    for i, n in enumerate(names):
+        for folder in ("images", "labels"): (root / folder / f"c{i}.nii.gz").rename(root / folder / f"{n}.nii.gz")
+    (root / "images/-1.nii.gz").write_bytes(b"")
+    for i, n in ((6, "\x1b[2J\u202eP1_v1"), (7, "\x1b[2J\u202eP1_v2"), (8, "\x1b]0;a\x07")):
+        for folder in ("images", "labels"): (root / folder / f"c{i}.nii.gz").rename(root / folder / f"{n}.nii.gz")
+    (root / "images/\x1b]0;a\x07.nii.gz").write_bytes(b"")
+    status, out, err = said("check", root, "--recipe", "segmentation", "--debug", "--threads", 1, "--csv", tmp_path / "a.csv")
+    assert status == 0, err
+    assert not re.search("[\x00-\x08\x0b-\x1f\u202e]", out + err) and "\\x1b[2J\\u202eP1_v1" in out, "nor the codes of a terminal"
+    status, trained, err = said("train", "segmentation", "--data-root", root, "--debug", "--threads", 1, "--run", tmp_path / "run", "--steps", 1)
+    assert status == 0 and not re.search("[\x00-\x08\x0b-\x0c\x0e-\x1a\x1c-\x1f\u202e]", trained + err) and "\\x1b]0;a\\x07 is left out" in err, err
+    head, *rows = csv.reader((tmp_path / "a.csv").open(newline=""))
+    assert {f"'{n}" for n in names} <= {r[0] for r in rows} and "-1.nii.gz: is empty" in str(rows)
+    texts = [c for c in (*head, *(c for r in rows for c in r)) if not re.fullmatch(r"-?[\d.e+-]*", c)]
+    assert not [c for c in texts if c[:1] in "=+-@\t\r"], texts
+
+
 # labels
 
 def labelled(root, n=10, **special):
@@ -246,6 +286,54 @@ def test_the_page_in_a_browser(tmp_path):
             assert not said and all(u.startswith(("file:", "data:")) for u in asked), (said, asked[:3])
         browser.close()
     assert shades["light"] != shades["dark"]
+
+
+HOSTILE = ("<script>ran('script')</script>", "\"><svg onload=ran('svg')>", "' onfocus=ran('focus') autofocus x='", "<img src=x onerror=ran('img')>",
+    "<b hidden><style>body{display:none}", "&lt;script&gt;ran('twice')", "${ran('js')}`", "\x1b[2J\x1b]0;title\x07", "a\u202egz.iin\u200f", "line\nbreak\ttab\r", "\x7f\x9b31m", "<!--", "]]><iframe src=data:,>")
+
+
+def hostile_dicom(root):
+    "A series of six slices whose header is markup wherever it is free text."
+    noise = np.random.default_rng(0).normal(size=(6, 24, 24)).astype(np.float32)
+    root.parent.mkdir(parents=True)
+    write_series(Volume(noise * 100, np.diag([1.0, 1, 3, 1])), root)
+    for file in root.iterdir():
+        ds = pydicom.dcmread(file)
+        for name, value in zip(("Manufacturer", "ManufacturerModelName", "SeriesDescription", "PatientID", "StudyDescription"), HOSTILE): setattr(ds, name, value)
+        ds.save_as(file)
+
+
+@pytest.mark.skipif(not CHROMIUM.exists(), reason="no Chromium here")
+def test_nothing_that_a_file_says_is_executed(tmp_path):
+    "Names of files and headers of DICOM that are markup, script or control characters are text on the page, and the page's policy would stop them too."
+    sync = pytest.importorskip("playwright.sync_api")
+    root = labelled(tmp_path / "data", len(HOSTILE))
+    names = [n.replace("/", "∕") for n in HOSTILE]
+    for i, n in enumerate(names):
+        for folder in ("images", "labels"): (root / folder / f"c{i}.nii.gz").rename(root / folder / f"{n}.nii.gz")
+    (root / "images" / f"{names[0]}.nii.gz").write_bytes(b"torn")
+    hostile_dicom(tmp_path / "series/<b>p1<b>")
+    checks = [c for c, _ in inspect_all(find_labelled(root).cases)] + inspect_slices(find_slices(tmp_path / "series"), hu=False)
+    report = Report(checks, HOSTILE)
+    assert any(HOSTILE[0] in str(c.facts.get("dicom")) for c in checks) and len(checks) == len(HOSTILE) + 1
+    report.to_html(tmp_path / "page.html", HOSTILE[1])
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200f\u202e]", (tmp_path / "page.html").read_text("utf-8") + str(report))
+    with sync.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        page, said = browser.new_page(), []
+        page.add_init_script("window.all_ran = []; window.ran = x => window.all_ran.push(x)")
+        for kind in ("console", "pageerror", "dialog"): page.on(kind, lambda m, kind=kind: said.append((kind, str(m))))
+        page.goto(f"file://{tmp_path}/page.html")
+        page.fill("#find", "onerror"); page.fill("#find", ""); page.select_option("#sort", "name")
+        shown = page.locator("article h3").all_text_contents()
+        assert all(any(t.startswith(printable(n)) for t in shown) for n in names if "\n" not in n and "\t" not in n), shown
+        assert page.evaluate("window.all_ran") == [] and not said
+        assert page.locator("script").count() == 1 == page.locator("style").count() and not page.locator("iframe, body b:not(.tile b), body style").count()
+        assert page.evaluate("[...document.querySelectorAll('*')].every(e => [...e.attributes].every(a => !a.name.startsWith('on')))")
+        page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"ran(1)\"><iframe srcdoc=\"<script>parent.ran(2)</script>\"></iframe>')")
+        page.wait_for_timeout(500)
+        assert page.evaluate("window.all_ran") == [] and any("Content Security Policy" in t for _, t in said), "planted: the policy stops what escaping would let through"
+        browser.close()
 
 
 def test_what_a_notebook_shows_is_bounded(many):

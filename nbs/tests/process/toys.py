@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from medlab.core import generator
-from medlab.recipes.base import Recipe, Table
+from medlab.recipes.base import Recipe
+from medlab.recipes.table import Table
 from medlab.run.directory import Run
 from medlab.train.trainer import Trainer
 
