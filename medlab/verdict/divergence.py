@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['sign_limits', 'Budget']
 
-# %% ../../nbs/verdict/03_divergence.ipynb #f3c8f003
+# %% ../../nbs/verdict/03_divergence.ipynb #8c6be1f3
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+from fastcore.basics import patch
 
 from .signed_rank import HORIZON, limits, spending
 
@@ -29,7 +30,7 @@ def sign_limits(
         if c >= 0: law[rarer <= c] = 0
     return tuple(found[1:])
 
-# %% ../../nbs/verdict/03_divergence.ipynb #1b5f0749
+# %% ../../nbs/verdict/03_divergence.ipynb #db70368f
 @dataclass
 class Budget:
     "Error of one proof, shared by the test of the metric and the test of divergence."
@@ -44,19 +45,21 @@ class Budget:
         "Error that a test has used up."
         return self._limits(test)[-1][1] if self.allowed[test] else 0.0
 
-    def look(self,
-        test:str,  # whose turn it is: "metric", "divergence"
-        n:int,  # pairs so far, of all kinds
-    ) -> int:  # the limit; -1: no verdict is possible
-        "Limit of a test at this pair."
-        permitted = [spending(self.alpha, i, self.horizon) for i in (n - 1, n)]
-        if test == "divergence":
-            if self.before is None: self.before = permitted[0]
-            most = permitted[1] - self.spent("metric")
-        elif self.before is None: most = permitted[1]
-        else: most = min(permitted[1] - self.spent("divergence"), (self.before + permitted[1]) / 2)
-        self.allowed[test] += (most,)
-        return self._limits(test)[-1][0]
-
     def _limits(self, test):
         return (limits if test == "metric" else sign_limits)(self.allowed[test])
+
+# %% ../../nbs/verdict/03_divergence.ipynb #4d3c4cf6
+@patch
+def look(self:Budget,
+    test:str,  # whose turn it is: "metric", "divergence"
+    n:int,  # pairs so far, of all kinds
+) -> int:  # the limit; -1: no verdict is possible
+    "Limit of a test at this pair."
+    earlier, permitted = (spending(self.alpha, i, self.horizon) for i in (n - 1, n))
+    if test == "divergence":
+        if self.before is None: self.before = earlier
+        most = permitted - self.spent("metric")
+    elif self.before is None: most = permitted
+    else: most = min(permitted - self.spent("divergence"), (self.before + permitted) / 2)
+    self.allowed[test] += (most,)
+    return self._limits(test)[-1][0]

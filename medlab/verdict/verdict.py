@@ -118,11 +118,11 @@ def _repr_markdown_(self:Verdict):
     rows = (f"| {r['what']} | {r['value']} |" for r in self.table())
     return "\n".join([str(self), "", "| | |", "|---|---|", *rows])
 
-# %% ../../nbs/verdict/04_verdict.ipynb #f123c077
+# %% ../../nbs/verdict/04_verdict.ipynb #845785b9
 def verdict_table(
     verdicts:dict,  # name of a fix → `Verdict`
 ) -> list:  # of dictionaries
     "Verdicts of several fixes, a row each."
     deaths = lambda v: f"off {v.off_diverged}, on {v.on_diverged}, both {v.both_diverged}"
-    return [dict(fix=name, verdict=v.label, effect=_shown(v.effect), interval=_shown(v.interval), level=f"{100 * v.level:.3g} %",
-        pairs=v.pairs, diverged=deaths(v)) for name, v in verdicts.items()]
+    return [dict(fix=name, verdict=v.label, effect=_shown(v.effect), interval=_shown(v.interval),
+        level=f"{100 * v.level:.3g} %", pairs=v.pairs, diverged=deaths(v)) for name, v in verdicts.items()]
