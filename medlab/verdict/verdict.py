@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from .equivalence import Forecast
 from .noise import Correlation
 
-# %% ../../nbs/verdict/04_verdict.ipynb #3a290631
+# %% ../../nbs/verdict/04_verdict.ipynb #cdffa58d
 KINDS = ("identical", "no effect", "helps", "harms", "undecided")
 
 
@@ -40,7 +40,7 @@ class Verdict:
     forecast:Forecast = None  # of an undecided one
     notes:tuple = ()  # what to know beside it
 
-# %% ../../nbs/verdict/04_verdict.ipynb #4e72c2f9
+# %% ../../nbs/verdict/04_verdict.ipynb #bf3da5b0
 @patch(as_prop=True)
 def label(self:Verdict) -> str:
     "The verdict in a few words."
@@ -65,7 +65,7 @@ def _deaths(v):
     if not v.off_diverged + v.on_diverged + v.both_diverged: return ""
     return f"; diverged: off alone in {v.off_diverged}, on alone in {v.on_diverged}, both in {v.both_diverged}"
 
-# %% ../../nbs/verdict/04_verdict.ipynb #1913755e
+# %% ../../nbs/verdict/04_verdict.ipynb #553944a2
 @patch
 def __str__(self:Verdict):
     v, pairs, alive = self, _counted(self.pairs), self.effect is not None
@@ -76,7 +76,7 @@ def __str__(self:Verdict):
     more = [*v.notes, *([str(v.forecast)] if v.forecast else [])]
     return "; ".join([line + _deaths(v) * (v.basis != "divergence"), *more])
 
-# %% ../../nbs/verdict/04_verdict.ipynb #ac1f5ddc
+# %% ../../nbs/verdict/04_verdict.ipynb #569ee787
 def _shown(value):
     "A value for people."
     if value is None: return "—"
@@ -99,7 +99,7 @@ def table(self:Verdict) -> list:  # of dictionaries: what, value
     notes = [dict(what="note", value=n) for n in self.notes]
     return [dict(what=k, value=_shown(v)) for k, v in _rows(self).items()] + notes
 
-# %% ../../nbs/verdict/04_verdict.ipynb #541bb28f
+# %% ../../nbs/verdict/04_verdict.ipynb #c02353e9
 def _plain(value):
     "Lists, and no infinities."
     if isinstance(value, dict): return {k: _plain(v) for k, v in value.items()}
@@ -118,7 +118,7 @@ def _repr_markdown_(self:Verdict):
     rows = (f"| {r['what']} | {r['value']} |" for r in self.table())
     return "\n".join([str(self), "", "| | |", "|---|---|", *rows])
 
-# %% ../../nbs/verdict/04_verdict.ipynb #845785b9
+# %% ../../nbs/verdict/04_verdict.ipynb #bda351ee
 def verdict_table(
     verdicts:dict,  # name of a fix → `Verdict`
 ) -> list:  # of dictionaries
