@@ -28,8 +28,8 @@ WORDS = dict(  # command → (what its words are, its options)
     selftest=(("folder",), ("--minutes", "--device", "--json")),
     cache=((), ("--clear",)))
 FLAGS = ("--best", "--clear", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student")  # without a value
-CHOICES = {"--by": ("step", "samples", "time"), "--form": ("safetensors", "program", "bundle"), "--weights": ("auto", "ema", "raw"),
-    "--size": ("small", "base")}
+CHOICES = {"--form": ("safetensors", "program", "bundle"), "--weights": ("auto", "ema", "raw"),
+    "--size": ("small", "base"), "--by": ("step", "samples", "time")}
 
 # %% ../../nbs/cli/10_entry.ipynb #6f79e0d3
 def run_folders(prefix:str="", **kw) -> list:

@@ -506,13 +506,13 @@ def export(
     print(export_run(a.run, a.out, a.form, a.weights, a.step, a.overwrite, _named(argv)))
     return 0
 
-# %% ../../nbs/cli/08_main.ipynb #1b0b8fe9
+# %% ../../nbs/cli/08_main.ipynb #5a1c77e0
 def _places(text):
     "Numbers with commas between them; raises `UserError` for others."
     try: return [float(w) for w in text.split(",")] if text else None
     except ValueError as e: raise UserError(f"--at {text}: numbers are needed, as in --at 100,200") from e
 
-
+# %% ../../nbs/cli/08_main.ipynb #1b0b8fe9
 def compare(
     argv,  # RUN… and options
 ) -> int:  # exit status: 2 where a run could not be read
@@ -521,13 +521,14 @@ def compare(
     p.add_argument("runs", type=str, nargs="*", help="run directories, at least two")
     p.add_argument("--by", type=str, default="step", help="along step, samples or time; default %(default)s")
     p.add_argument("--metrics", type=str, help="such as loss,grad_norm; default the loss, and scores of held-out cases")
-    p.add_argument("--at", type=str, help="places where values are compared, such as 100,200; default quarters of the way")
+    p.add_argument("--at", type=str, help="places where values are compared, such as 100,200; default quarters")
     p.add_argument("--csv", type=str, help="file for the curves: a row for each step of each run, every digit")
     p.add_argument("--out", type=str, help="file.html, a page for a browser, or file.png, the curves")
     a = parsed(p, argv)
     if a.csv: _check_file(Path(a.csv), example="curves.csv")
     if a.out: _check_file(Path(a.out), "out", "curves.png")
-    from medlab.compare.comparison import compare_runs
+    from medlab.compare.comparison import check_ending, compare_runs
+    if a.out: check_ending(Path(a.out))
     made = compare_runs(a.runs, a.by, a.metrics.split(",") if a.metrics else None, _places(a.at))
     print(made)
     if a.csv: made.to_csv(a.csv)

@@ -26,7 +26,7 @@ def trained_seconds(
     gone = np.diff(elapsed, prepend=0.0)
     return np.cumsum(np.where(gone < 0, elapsed, gone))
 
-# %% ../../nbs/compare/02_axes.ipynb #a3d86319
+# %% ../../nbs/compare/02_axes.ipynb #b2228fc8
 @dataclass(frozen=True)
 class Axis:
     "Where the steps of a run lie along an axis."
@@ -35,7 +35,9 @@ class Axis:
     place:np.ndarray  # (n,) never falling
 
     @property
-    def end(self) -> float: "How far the run came; 0 where it made no step."; return float(self.place[-1]) if len(self.place) else 0.0
+    def end(self) -> float:
+        "How far the run came; 0 where it made no step."
+        return float(self.place[-1]) if len(self.place) else 0.0
 
     def of(self,
         step:np.ndarray,  # (m,) steps

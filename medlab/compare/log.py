@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['told_change', 'changes_table', 'events_table']
 
-# %% ../../nbs/compare/04_log.ipynb #2306e45f
-from .facts import RunFacts
+# %% ../../nbs/compare/04_log.ipynb #45127691
 from .settings import words
 from ..core import printable
 from ..recipes.base import Table

@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['COLOURS', 'POINTS', 'SMOOTH', 'mean_band', 'overlay']
 
-# %% ../../nbs/compare/06_overlay.ipynb #b07452b4
+# %% ../../nbs/compare/06_overlay.ipynb #9ad4fc60
 import numpy as np
 
 from .axes import UNITS
-from .facts import RunFacts
 from .settings import applied, grouped
-from ..plots import BAD, MUTED, _columns, _figure, _jitters, _smooth, plain
+from ..plots import BAD, _columns, _figure, _jitters, _smooth, plain
 from ..run.series import reduce_series
 
 # %% ../../nbs/compare/06_overlay.ipynb #9b0633c7
@@ -33,7 +32,7 @@ def _line(ax, course, colour, faint):
         transform=ax.get_xaxis_transform(), clip_on=False)
     return c.n_bad
 
-# %% ../../nbs/compare/06_overlay.ipynb #1f21ee80
+# %% ../../nbs/compare/06_overlay.ipynb #967592a0
 def mean_band(
     courses:list,  # of `Course`, at least two
     points:int=300,  # places at most
@@ -49,18 +48,19 @@ def mean_band(
     mean, half = v.mean(0), stats.t.ppf(0.975, len(v) - 1) * v.std(0, ddof=1) / np.sqrt(len(v))
     return x, mean, mean - half, mean + half
 
-
+# %% ../../nbs/compare/06_overlay.ipynb #d7d1f450
 def _group(ax, courses, colour):
     "The runs of a setting; how many values were not finite."
     bad = sum(_line(ax, c, colour, len(courses) > 1) for c in courses)
-    x, mean, low, high = mean_band(courses) if len(courses) > 1 else (np.empty(0),) * 4
+    x, *curves = mean_band(courses)
     if not len(x): return bad
-    if len(x) > 2 * (1 / (1 - SMOOTH)) and _jitters(mean, SMOOTH): mean, low, high = (_smooth(v, SMOOTH) for v in (mean, low, high))
+    if _jitters(curves[0], SMOOTH): curves = [_smooth(c, SMOOTH) for c in curves]
+    mean, low, high = curves
     ax.plot(x, mean, color=colour, linewidth=2.0, gid="mean")
     ax.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0, gid="band")
     return bad
 
-# %% ../../nbs/compare/06_overlay.ipynb #2ae68afa
+# %% ../../nbs/compare/06_overlay.ipynb #05fac85c
 def _dress(ax, metric, by, bad, values):
     "Title, axes and scale of a panel."
     good = values[np.isfinite(values)]
@@ -75,6 +75,13 @@ def _dress(ax, metric, by, bad, values):
     ax.set_xlabel(UNITS[by], fontsize=8)
 
 
+def _changes(ax, group, axes, colour):
+    "A dotted line where a run was changed."
+    style = dict(color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1, gid="change")
+    for r in group:
+        for x in axes[r.name].of(np.unique([c.applied_step for c in applied(r)])): ax.axvline(x, **style)
+
+
 def _legend(fig, groups):
     "A line for each setting, below the panels."
     from matplotlib.lines import Line2D
@@ -82,7 +89,7 @@ def _legend(fig, groups):
     lines = [Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2) for i in range(len(names))]
     fig.legend(lines, names, loc="outside lower left", fontsize=8, frameon=False, ncols=2)
 
-# %% ../../nbs/compare/06_overlay.ipynb #827653a4
+# %% ../../nbs/compare/06_overlay.ipynb #0afd2ae6
 def overlay(
     runs:list,  # of `RunFacts`
     courses:dict,  # (run, metric) → `Course`
@@ -96,18 +103,10 @@ def overlay(
     n, rows = min(2, len(shown)), -(-len(shown) // 2)
     fig = _figure(figsize=(max(n * size[0], 5.0), rows * size[1] + 0.25 * -(-len(groups) // 2)), layout="constrained")
     for k, metric in enumerate(shown):
-        ax, bad, values = fig.add_subplot(rows, n, k + 1), 0, [np.empty(0)]
-        for i, group in enumerate(groups.values()):
-            held = [courses[r.name, metric] for r in group if (r.name, metric) in courses]
-            bad += _group(ax, held, COLOURS[i % len(COLOURS)])
-            values += [c.value for c in held]
-            for r in group: _changes(ax, r, axes[r.name], COLOURS[i % len(COLOURS)])
-        _dress(ax, metric, by, bad, np.concatenate(values))
+        held = {name: [courses[r.name, metric] for r in g if (r.name, metric) in courses] for name, g in groups.items()}
+        ax = fig.add_subplot(rows, n, k + 1)
+        bad = sum(_group(ax, c, COLOURS[i % len(COLOURS)]) for i, c in enumerate(held.values()))
+        for i, g in enumerate(groups.values()): _changes(ax, g, axes, COLOURS[i % len(COLOURS)])
+        _dress(ax, metric, by, bad, np.concatenate([c.value for group in held.values() for c in group]))
     _legend(fig, groups)
     return fig
-
-
-def _changes(ax, facts, axis, colour):
-    "A dotted line where a run was changed."
-    steps = np.unique([c.applied_step for c in applied(facts)])
-    for x in axis.of(steps): ax.axvline(x, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1, gid="change")

@@ -13,8 +13,9 @@ from ..run.directory import Run
 from ..run.sharing import hold
 from ..run.store import EVENT, Store
 
-# %% ../../nbs/compare/00_phantoms.ipynb #4bb1e9f2
-FATE = "INSERT INTO changes(time, source, requested, at, state, step, old, new, verified) VALUES(0,?,?,?,'applied',?,?,?,1)"
+# %% ../../nbs/compare/00_phantoms.ipynb #10b2bbe2
+FATE = """INSERT INTO changes(time, source, requested, at, state, step, old, new, verified)
+    VALUES(0,?,?,?,'applied',?,?,?,1)"""
 
 
 def _write_rows(store, rows):
@@ -32,7 +33,13 @@ def _write_change(store, at, values, source):
     old, new = (json.dumps({k: v[i] for k, v in values.items()}) for i in (0, 1))
     store.write(FATE, source, new, at, at, old, new)
 
-# %% ../../nbs/compare/00_phantoms.ipynb #680a6793
+
+def _open_segment(store, step, info):
+    "Begin a segment after a step."
+    row = store.write("INSERT INTO segments(step, time, info) VALUES(?,0,?)", step, json.dumps(info))
+    store.segment = row.result()
+
+# %% ../../nbs/compare/00_phantoms.ipynb #9bf8308b
 def write_run(
     path,  # run directory, made
     rows=(),  # of (step, {metric: value})
@@ -48,9 +55,7 @@ def write_run(
     knobs, path = knobs or dict(lr=1e-3), Path(path)
     path.mkdir(parents=True)
     held, store = hold(path), Store(path / "run.db")
-    for step, info in segments:
-        row = store.write("INSERT INTO segments(step, time, info) VALUES(?,0,?)", step, json.dumps(info))
-        store.segment = row.result()
+    for segment in segments: _open_segment(store, *segment)
     now = knobs | {k: v[1] for _, values, _ in changes for k, v in values.items()}
     store.set_meta(**dict(created=0, state="done", recipe=["medlab.recipes.toy", recipe, config], knobs=knobs,
         values=now, data={}) | (meta or {}))

@@ -20,19 +20,23 @@ from ..core import UnknownName, UserError, printable
 from ..recipes import base
 from ..recipes.origin import source_of
 
-# %% ../../nbs/rebuild/03_code.ipynb #16d19265
+# %% ../../nbs/rebuild/03_code.ipynb #6013c368
+_PLAIN = re.compile(r"[\w .,:;/*+=()\[\]{}-]*", re.ASCII)  # text that is the same within double quotes
+
+
 def literal(
     value,  # number, text, None, or lists, tuples and dictionaries of these
 ) -> str:
     "A value as a Python literal; raises `UserError` for anything else."
     if isinstance(value, float) and not math.isfinite(value): return f'float("{value}")'
     if value is None or isinstance(value, (bool, int, float)): return repr(value)
-    if isinstance(value, str): return '"' + value + '"' if re.fullmatch(r"[\w .,:;/*+=()\[\]{}-]*", value, re.ASCII) else ascii(value)
+    if isinstance(value, str): return f'"{value}"' if _PLAIN.fullmatch(value) else ascii(value)
     if isinstance(value, dict): return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         inner = ", ".join(map(literal, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-    raise UserError(f"{value!r:.60} cannot be written as code: a {type(value).__name__} is no number, text, list or dictionary")
+    kind = type(value).__name__
+    raise UserError(f"{value!r:.60} cannot be written as code: a {kind} is no number, text, list or dictionary")
 
 
 def comment(
@@ -60,7 +64,7 @@ def call(
         else: rows.append(f"    {w}")
     return "\n".join([f"{head}(", *lines, *[f"    # {why}"] * bool(rows), *rows, ")"])
 
-# %% ../../nbs/rebuild/03_code.ipynb #9f4cd309
+# %% ../../nbs/rebuild/03_code.ipynb #1ff64f55
 def field_words(
     cls:type,  # a recipe
 ) -> dict:  # field → the comment beside it
@@ -86,9 +90,9 @@ def recipe_code(
     defaults, texts = _defaults(cls), field_words(cls)
     told = {k: (v, texts.get(k, "")) for k, v in config.items() if v != defaults[k]}
     rest = {k: v for k, v in config.items() if k not in told}
-    return call(f"recipe = {cls.__name__}", told, rest, "as by default, written out since another version may have other defaults")
+    return call(f"recipe = {cls.__name__}", told, rest, "as by default; another version may have others")
 
-
+# %% ../../nbs/rebuild/03_code.ipynb #119cfb71
 def knobs_code(
     recipe:base.Recipe,  # of the run
     start:dict,  # knob → value at the start
@@ -101,7 +105,7 @@ def knobs_code(
     told = {k: (v, traits[k].help) for k, v in start.items() if v != default[k]}
     return call("knobs = dict", told, {k: v for k, v in start.items() if k not in told}, "as by default")
 
-# %% ../../nbs/rebuild/03_code.ipynb #f0b0de0a
+# %% ../../nbs/rebuild/03_code.ipynb #fc25a923
 def changes_code(
     facts:RunFacts,
     knobs:type,  # the recipe's class of knobs
@@ -109,22 +113,18 @@ def changes_code(
     "A run's change log as calls of `Trainer.set`; raises `UserError` for values that the knobs refuse."
     lines = []
     for c in applied(facts):
-        if c.source == "guard":
-            lines.append(f"# before step {c.applied_step}, by a guard, which asks for it again:{comment(told_change(c))[3:]}")
-            continue
         source = 'source="replay oom", ' if "oom" in c.source else ""
         values = ", ".join(f"{k}={literal(v)}" for k, v in knobs.check(**c.requested).items())
         lines.append(f"trainer.set({source}at={int(c.applied_step)}, {values}){comment(told_change(c))}")
     return "\n".join(lines)
 
-# %% ../../nbs/rebuild/03_code.ipynb #674662ce
-OWN = ("# The recipe of the run was defined in a notebook or a script. This is the class; what it imports stood elsewhere:\n"
+# %% ../../nbs/rebuild/03_code.ipynb #4534d5a7
+OWN = ("# The recipe was defined in a notebook or a script, and this is its class. What it imports stood elsewhere:\n"
     "# put it above, or the class does not work.\n")
 
 
 def class_code(
     cls:type,  # of the run's recipe
-    origin:dict,  # of `origin_of`, as the run has it; {}: one of medlab's
 ) -> tuple:  # (import lines, code)
     "How a notebook comes by a recipe's class; raises `UserError` for a class whose source is unknown."
     name = cls.__name__
@@ -133,5 +133,6 @@ def class_code(
     place = source.file or (cls.__module__ if cls.__module__ != "__main__" else "")
     if place: return ("from medlab.recipes.origin import named_class",
         f"{name} = named_class({literal(f'{place}:{source.qualname}')})")
-    if not source.text: raise UserError(f"the source of {name} is not known; put the class into a file: --recipe FILE.py:{name}")
+    if not source.text:
+        raise UserError(f"the source of {name} is not known; put the class into a file: --recipe FILE.py:{name}")
     return "", OWN + textwrap.dedent(source.text)

@@ -18,7 +18,7 @@ from ..run.writer import _yaml
 from ..train.state import moved_places, recipe_of
 from ..train.trainer import config_about
 
-# %% ../../nbs/rebuild/02_config.ipynb #5d857b9a
+# %% ../../nbs/rebuild/02_config.ipynb #65f43207
 def run_config(
     run:Run,
     now:bool=False,  # with the knobs in force at the end; False: with those at the start
@@ -39,16 +39,17 @@ def _about(run, facts, now):
     if changes: lines += ["Changed on the way, and the values below are those at the end:" if now else
         "Changed on the way, which this file does not repeat (run.notebook() does):", *changes]
     lines += moved_places(facts.config, run.meta.get("folder", ""), run.path)
-    return [f"The configuration of {run.path}, {facts.step:,} steps.", *lines]
+    return [f"The configuration of {run.path}, which is at step {facts.step:,}.", *lines]
 
-# %% ../../nbs/rebuild/02_config.ipynb #56b2a867
+# %% ../../nbs/rebuild/02_config.ipynb #492da0e8
 def check_free(
     path,  # file to be made
     overwrite:bool,  # it may be replaced
 ):
     "Raise `UserError` where a file is there that nobody asked to replace."
     if Path(path).exists() and not overwrite:
-        raise UserError(f"{path} exists and may have been edited; choose another name, or replace it with overwrite=True (--overwrite)")
+        raise UserError(f"{path} exists and may have been edited; choose another name, or replace it with "
+            "overwrite=True (--overwrite)")
 
 
 def write_config(

@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from ..compare.run import Run
 
-# %% ../../nbs/rebuild/05_run.ipynb #179487b9
+# %% ../../nbs/rebuild/05_run.ipynb #58acfad3
 @patch
 def config(self:Run,
     path,  # YAML file to be made
@@ -32,6 +32,6 @@ def notebook(self:Run,
     cls:type=None,  # of the run's recipe, where the run does not remember it; None: it does
 ) -> Path:
     """Write the run as a notebook that makes it again: recipe, data check, knobs, changes at their steps, figures and
-    table. Warns of what cannot be made again. Raises `UserError` where the recipe cannot be loaded, or no step was made."""
+    table. Warns of what cannot be made again. Raises `UserError` where no recipe can be loaded, or no step was made."""
     from medlab.rebuild.notebook import write_notebook
     return write_notebook(self, path, overwrite, cls)
