@@ -44,7 +44,7 @@ def chosen_metrics(
     scores = [n for n in dict.fromkeys([*judged, *known]) if n.startswith("val_") and n in known]
     return ["loss"] * ("loss" in known) + scores[:SCORES], max(0, len(scores) - SCORES)
 
-# %% ../../nbs/compare/07_comparison.ipynb #7017720a
+# %% ../../nbs/compare/07_comparison.ipynb #20a113c2
 ENDED = dict(failed="failed", killed="was killed")
 
 
@@ -67,6 +67,7 @@ def _notes(runs, faults, axes, left_out, by):
         yield (f"these are runs of different recipes ({', '.join(recipes)}): their losses and scores are of different "
             "things, and no difference is computed between them")
     for r in runs:
+        if r.forked: yield f"{r.name} is a fork of {r.forked}"
         if not r.step: yield f"{r.name} has made no step yet ({r.state}): it has no curves"
         if r.state in ENDED: yield f"{r.name} {ENDED[r.state]} at step {r.step:,}"
     ends = {n: a.end for n, a in axes.items() if a.end}

@@ -16,7 +16,7 @@ from ..core import UserError
 from ..intake.opened import reading
 from ..run.directory import Run
 
-# %% ../../nbs/compare/01_facts.ipynb #e0de3373
+# %% ../../nbs/compare/01_facts.ipynb #1514d2b5
 @dataclass(frozen=True)
 class RunFacts:
     "What a comparison needs of one run, but for its telemetry."
@@ -32,6 +32,7 @@ class RunFacts:
     best:dict  # metric, value and step of the best validation; {}: none
     state:str  # of the run
     step:int  # the last that was recorded
+    forked:str = ""  # of which run at which step; "": it began at its first step
 
     @property
     def seed(self): "The recipe's; None where it has none."; return self.config.get("seed")
@@ -53,7 +54,12 @@ def _made(run, meta):
     source = (meta.get("origin") or {}).get("sha256", "")
     return own | dict(source=source[:12] or "–", cases=_split(meta.get("data") or {}))
 
-# %% ../../nbs/compare/01_facts.ipynb #b8caa5e7
+# %% ../../nbs/compare/01_facts.ipynb #e28e49ae
+def _forked(lineage):
+    "Of which run a fork is, and at which step."
+    return f"{lineage[-1]['parent']} at step {lineage[-1]['step']:,}" if lineage else ""
+
+
 def read_facts(
     run:Run,
     name:str="",  # among those compared; "": the directory's
@@ -65,7 +71,8 @@ def read_facts(
         start = dict(meta.get("knobs") or {})
         counts = Counter(e.kind for e in run.events() if e.level != "info" or e.kind == "resume")
         return RunFacts(name or run.name, run, str(recipe), dict(config), start, dict(meta.get("values") or start),
-            _made(run, meta), run.changes(), dict(counts), dict(meta.get("best") or {}), run.state, run.step)
+            _made(run, meta), run.changes(), dict(counts), dict(meta.get("best") or {}), run.state, run.step,
+            _forked(meta.get("lineage") or ()))
 
 # %% ../../nbs/compare/01_facts.ipynb #94734e29
 def _names(paths):

@@ -58,7 +58,7 @@ def read_original(
     if state is None: why.append("no whole checkpoint is kept, so the weights cannot be compared")
     return Original(facts, recipe, meta, why, saved)
 
-# %% ../../nbs/rebuild/04_notebook.ipynb #88673c5d
+# %% ../../nbs/rebuild/04_notebook.ipynb #ced2f0f1
 def _md(text): return "markdown", text
 
 
@@ -72,14 +72,17 @@ LIMITS = ("The log holds what was asked of the trainer. What other code did to i
 AGAIN = "**This run will not, or may not, come out the same:**"
 
 
+def _of_fork(f): return f", those that it made as {_safe(f.forked)} too, of which it is a fork" * bool(f.forked)
+
+
 def head_cells(o:Original):
     "Title, what cannot be made again, and what the cells below do."
     f, made = o.facts, o.facts.made
     with_ = ", ".join(f"{k} {made[k]}" for k in ("medlab", "torch", "python") if k in made)
     yield _md(f"# {_safe(f.name)}, made again\n\nThe run `{_safe(f.run.path.resolve())}`: {type(o.recipe).__name__}, "
         f"{_count(f.step, 'step')}, {_count(len(applied(f)), 'change')} on the way; {_safe(with_)}, on "
-        f"{_safe(made.get('device', '?'))} with {_count(int(made.get('threads', 1)), 'thread')}. Executed as it stands, this notebook trains it again from its first "
-        "step.")
+        f"{_safe(made.get('device', '?'))} with {_count(int(made.get('threads', 1)), 'thread')}. Executed as it "
+        f"stands, this notebook trains it again from its first step{_of_fork(f)}.")
     points = "\n".join(f"- {_safe(text)}" for text in o.why)
     found = f"{AGAIN}\n\n{points}" if o.why else "Nothing in its log speaks against the same weights."
     yield _md(f"## What cannot be made again\n\n{found}\n\n{LIMITS}")
