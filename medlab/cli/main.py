@@ -511,7 +511,7 @@ def _places(text):
     "Numbers with commas between them; raises `UserError` for others."
     try: return [float(w) for w in text.split(",")] if text else None
     except ValueError as e:
-        raise UserError(f"--at {text}: numbers are needed, as in medlab compare A B --at 100,200") from e
+        raise UserError(f"{text!r} holds no places: numbers are needed, as in medlab compare A B --at 100,200") from e
 
 # %% ../../nbs/cli/08_main.ipynb #1b0b8fe9
 def compare(
