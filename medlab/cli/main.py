@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FEW', 'PAUSE', 'PATIENCE', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job',
            'resumed_job', 'loggers_of', 'save_late', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict',
-           'evaluate', 'embed', 'probe', 'export', 'compare', 'notebook', 'one_folder', 'runs', 'check', 'lab', 'demo',
+           'evaluate', 'embed', 'probe', 'export', 'one_folder', 'runs', 'compare', 'notebook', 'check', 'lab', 'demo',
            'selftest', 'cache', 'usage', 'show_warning', 'main']
 
 # %% ../../nbs/cli/08_main.ipynb #d313b561
@@ -506,6 +506,42 @@ def export(
     print(export_run(a.run, a.out, a.form, a.weights, a.step, a.overwrite, _named(argv)))
     return 0
 
+# %% ../../nbs/cli/08_main.ipynb #4c1b9486
+def one_folder(
+    argv,  # words after the command
+    default:str,  # where there is none
+) -> Path:
+    "The folder a command was given; raises `UserError` for options and for more than one."
+    if argv[1:] or (argv and argv[0].startswith("-")):
+        raise UserError(f"{' '.join(argv)!r} is not one folder; leave it out for {default!r}")
+    return Path(argv[0] if argv else default)
+
+# %% ../../nbs/cli/08_main.ipynb #6e97b207
+def _run_line(run):
+    "Name, recipe, state, step and last losses of a run."
+    loss = run.metrics("loss", start=run.step - 19)["loss"].value if "loss" in run.names() else []
+    line = printable(f"{run.name:24} {run.meta.get('recipe', ['', '?'])[1]:12} {run.state:8} step {run.step:>8}")
+    if not len(loss): return line
+    mean = f", mean of the last {len(loss)} steps {sum(loss) / len(loss):.4g}" if len(loss) > 1 else ""
+    return f"{line}  loss {loss[-1]:.4g}{mean}"
+
+
+def runs(argv) -> int:
+    "List the runs below a folder (default runs)."
+    from medlab.run.directory import Run, run_or_fault
+    root = one_folder(argv, "runs")
+    there = sorted(p.parent for p in root.glob("*/run.db"))
+    for fault in map(run_or_fault, there):
+        if isinstance(fault, UserError): print(f"medlab: {fault}", file=sys.stderr)
+    found = Run.list(root)
+    if there and not found: return 2
+    if not found:
+        raise UserError(f"no run below {str(root)!r}; medlab train makes one, medlab runs FOLDER looks elsewhere")
+    for run in found:
+        try: print(_run_line(run))
+        except UserError as e: print(f"medlab: {e}", file=sys.stderr)
+    return 0
+
 # %% ../../nbs/cli/08_main.ipynb #5a1c77e0
 def _places(text):
     "Numbers with commas between them; raises `UserError` for others."
@@ -551,42 +587,6 @@ def notebook(
     from medlab.rebuild.run import Run
     run = Run(a.run)
     print(run.notebook(a.out or f"{run.path.resolve().name}.ipynb", a.overwrite, _named(argv)))
-    return 0
-
-# %% ../../nbs/cli/08_main.ipynb #4c1b9486
-def one_folder(
-    argv,  # words after the command
-    default:str,  # where there is none
-) -> Path:
-    "The folder a command was given; raises `UserError` for options and for more than one."
-    if argv[1:] or (argv and argv[0].startswith("-")):
-        raise UserError(f"{' '.join(argv)!r} is not one folder; leave it out for {default!r}")
-    return Path(argv[0] if argv else default)
-
-# %% ../../nbs/cli/08_main.ipynb #6e97b207
-def _run_line(run):
-    "Name, recipe, state, step and last losses of a run."
-    loss = run.metrics("loss", start=run.step - 19)["loss"].value if "loss" in run.names() else []
-    line = printable(f"{run.name:24} {run.meta.get('recipe', ['', '?'])[1]:12} {run.state:8} step {run.step:>8}")
-    if not len(loss): return line
-    mean = f", mean of the last {len(loss)} steps {sum(loss) / len(loss):.4g}" if len(loss) > 1 else ""
-    return f"{line}  loss {loss[-1]:.4g}{mean}"
-
-
-def runs(argv) -> int:
-    "List the runs below a folder (default runs)."
-    from medlab.run.directory import Run, run_or_fault
-    root = one_folder(argv, "runs")
-    there = sorted(p.parent for p in root.glob("*/run.db"))
-    for fault in map(run_or_fault, there):
-        if isinstance(fault, UserError): print(f"medlab: {fault}", file=sys.stderr)
-    found = Run.list(root)
-    if there and not found: return 2
-    if not found:
-        raise UserError(f"no run below {str(root)!r}; medlab train makes one, medlab runs FOLDER looks elsewhere")
-    for run in found:
-        try: print(_run_line(run))
-        except UserError as e: print(f"medlab: {e}", file=sys.stderr)
     return 0
 
 # %% ../../nbs/cli/08_main.ipynb #1b2a4684
