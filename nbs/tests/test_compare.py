@@ -11,9 +11,10 @@ import nbformat
 import pytest
 import torch
 
-from medlab import Run, Trainer, recipes
+from medlab import Run, Trainer, faults, recipes
 from medlab.cli.main import main
 from medlab.compare.phantoms import write_run
+from medlab.contracts.listener import SetKnobs
 from medlab.core import UserError
 from medlab.rebuild.checks import weights_hash
 from medlab.recipes.origin import named_class
@@ -183,6 +184,26 @@ def test_a_rollback_is_told(mine, tmp_path):
         trainer.fit(until=5, progress=False)
     with pytest.warns(UserWarning, match="step 2: the run went back to a checkpoint"): file = Run(tmp_path / "first").notebook(tmp_path / "again.ipynb")
     assert "**This run will not, or may not, come out the same:**" in file.read_text()
+
+
+def test_memory_that_ran_out_is_told_and_its_parts_are_asked_for(mine, tmp_path):
+    "The step that was made again in parts is made in parts from the start, which gives the same bits."
+    with Trainer(mine(), tmp_path / "first", **SMALL) as trainer, faults.plant(trainer, faults.out_of_memory(at=3)):
+        trainer.fit(6, progress=False)
+    assert [(c.source, c.applied_step) for c in Run(tmp_path / "first").changes()] == [("oom", 3)]
+    with pytest.warns(UserWarning, match="step 3: memory ran out"): found, said = rebuilt(tmp_path / "first", tmp_path)
+    assert found == final(tmp_path / "first") and "to the bit" in said
+
+
+def test_what_a_listener_asked_for_is_asked_for_again(mine, tmp_path):
+    "The notebook has no such listener, and knows its change from the log."
+    class Cut:
+        def after_step(self, result, batch): return [SetKnobs(dict(lr=1e-4))] if result.iteration == 2 else None
+    with Trainer(mine(), tmp_path / "first", **SMALL) as trainer:
+        trainer.listeners.append(Cut())
+        trainer.fit(5, progress=False)
+    found, said = rebuilt(tmp_path / "first", tmp_path)
+    assert found == final(tmp_path / "first") and "to the bit" in said and "(guard)" in (tmp_path / "again.ipynb").read_text()
 
 
 def test_hostile_runs_write_no_code(tmp_path):
