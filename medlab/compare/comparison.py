@@ -44,7 +44,7 @@ def chosen_metrics(
     scores = [n for n in dict.fromkeys([*judged, *known]) if n.startswith("val_") and n in known]
     return ["loss"] * ("loss" in known) + scores[:SCORES], max(0, len(scores) - SCORES)
 
-# %% ../../nbs/compare/07_comparison.ipynb #20a113c2
+# %% ../../nbs/compare/07_comparison.ipynb #31c87f64
 ENDED = dict(failed="failed", killed="was killed")
 
 
@@ -53,9 +53,9 @@ def _bits(runs):
     a = runs[0]
     for b in runs[1:]:
         if b.recipe != a.recipe: continue
-        n, first = first_parting(a, b)
+        n, first, both = first_parting(a, b)
         if n and first is None:
-            yield f"{b.name} is identical to {a.name} to the bit, loss and gradient norm of {n:,} common steps"
+            yield f"{b.name} is identical to {a.name} to the bit, in {' and '.join(both)} of {n:,} common steps"
         elif first and first > 1: yield f"{b.name} is identical to {a.name} to the bit before step {first:,}"
 
 

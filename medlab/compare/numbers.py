@@ -223,17 +223,17 @@ def told_differences(
                 out.append(f"{metric}: {difference((first, ones, a), (name, others, b))}")
     return out
 
-# %% ../../nbs/compare/05_numbers.ipynb #7f9821f1
+# %% ../../nbs/compare/05_numbers.ipynb #7ca4aa4b
 def first_parting(
     a:RunFacts, b:RunFacts,
     metrics=("loss", "grad_norm"),
-) -> tuple:  # (steps that both recorded, the first that differs; None: all are equal to the bit)
+) -> tuple:  # (steps that both recorded, the first that differs; None: all are equal to the bit; metrics of both)
     "Where two runs part."
-    common, first = 0, []
-    for m in (m for m in metrics if m in a.run.names() and m in b.run.names()):
+    common, first, both = 0, [], [m for m in metrics if m in a.run.names() and m in b.run.names()]
+    for m in both:
         x, y = (f.run.metrics(m)[m] for f in (a, b))
         steps, i, j = np.intersect1d(x.step, y.step, return_indices=True)
         v, w = x.value[i], y.value[j]
         same = (v.view(np.int64) == w.view(np.int64)) | np.isnan(v) & np.isnan(w)
         common, first = max(common, len(steps)), [*first, *steps[~same | (x.status[i] != y.status[j])][:1]]
-    return common, (int(min(first)) if first else None)
+    return common, (int(min(first)) if first else None), both

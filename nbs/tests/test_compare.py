@@ -116,7 +116,7 @@ def test_a_notebook_gives_the_last_weights_to_the_bit(mine, tmp_path):
     assert final(again) == expected
     text = file.read_text()
     assert "the weights after step 7 are those of the run, to the bit" in text and "image/png" in text
-    assert "first-again is identical to first to the bit, loss and gradient norm of 7 common steps" in text
+    assert "first-again is identical to first to the bit, in loss and grad_norm of 7 common steps" in text
     assert [(c.applied_step, c.new) for c in Run(again).changes()] == [(3, dict(lr=5e-4)), (5, dict(clip_norm=0.5, ema=0.9))]
 
 
