@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import nbformat
+import nibabel as nib
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from medlab.cli.main import main
 from medlab.compare.phantoms import write_run
 from medlab.contracts.listener import SetKnobs
 from medlab.core import UserError
+from medlab.phantoms import write_brats
 from medlab.rebuild.checks import weights_hash
 from medlab.recipes.origin import named_class
 from medlab.run.checkpoint import newest_state
@@ -204,6 +206,18 @@ def test_what_a_listener_asked_for_is_asked_for_again(mine, tmp_path):
         trainer.fit(5, progress=False)
     found, said = rebuilt(tmp_path / "first", tmp_path)
     assert found == final(tmp_path / "first") and "to the bit" in said and "(guard)" in (tmp_path / "again.ipynb").read_text()
+
+
+def test_files_are_checked_and_another_voxel_is_told(tmp_path):
+    "The data check stands in the notebook; one scan that was written anew under its name makes the run another."
+    write_brats(tmp_path / "files", range(8), size=(16, 16, 16))
+    small = recipes.FastDDPM(**recipes.FastDDPM.tiny | dict(data_root=str(tmp_path / "files")))
+    expected = trained(tmp_path / "first", small, 3, lambda t: t.set(at=2, lr=1e-4))
+    found, said = rebuilt(tmp_path / "first", tmp_path)
+    assert found == expected and "to the bit" in said and "recipe.preflight()" in cells(tmp_path / "again.ipynb")
+    for scan in (tmp_path / "files").glob("*/*t1n*"): nib.save(nib.Nifti1Image(nib.load(scan).get_fdata(dtype="float32") + 1, nib.load(scan).affine), scan)
+    with pytest.warns(UserWarning) as told: assert "are not those" in executed(tmp_path / "again.ipynb", tmp_path / "later")
+    assert any("the voxels of some case are others" in str(w.message) for w in told)
 
 
 def test_hostile_runs_write_no_code(tmp_path):
