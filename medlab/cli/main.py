@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'PAUSE', 'PATIENCE', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job',
            'resumed_job', 'loggers_of', 'save_late', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict',
-           'evaluate', 'embed', 'probe', 'export', 'one_folder', 'runs', 'check', 'lab', 'demo', 'selftest', 'cache',
-           'usage', 'show_warning', 'main']
+           'evaluate', 'embed', 'probe', 'export', 'one_folder', 'runs', 'compare', 'notebook', 'check', 'lab', 'demo',
+           'selftest', 'cache', 'usage', 'show_warning', 'main']
 
 # %% ../../nbs/cli/08_main.ipynb #d313b561
 import contextlib
@@ -544,6 +544,53 @@ def runs(argv) -> int:
         except UserError as e: print_text(f"medlab: {e}", file=sys.stderr)
     return 0
 
+# %% ../../nbs/cli/08_main.ipynb #5a1c77e0
+def _places(text):
+    "Numbers with commas between them; raises `UserError` for others."
+    try: return [float(w) for w in text.split(",")] if text else None
+    except ValueError as e:
+        raise UserError(f"{text!r} holds no places: numbers are needed, as in medlab compare A B --at 100,200") from e
+
+# %% ../../nbs/cli/08_main.ipynb #1b0b8fe9
+def compare(
+    argv,  # RUN… and options
+) -> int:  # exit status: 2 where a run could not be read
+    "Say in what runs differ, what was changed in them, and how their metrics stand at equal places."
+    p = jsonargparse.ArgumentParser(prog="medlab compare", description=compare.__doc__, exit_on_error=False)
+    p.add_argument("runs", type=str, nargs="*", help="run directories, at least two")
+    p.add_argument("--by", type=str, default="step", help="along step, samples or time; default %(default)s")
+    p.add_argument("--metrics", type=str, help="such as loss,grad_norm; default the loss, and scores of held-out cases")
+    p.add_argument("--at", type=str, help="places where values are compared, such as 100,200; default quarters")
+    p.add_argument("--csv", type=str, help="file for the curves: a row for each step of each run, every digit")
+    p.add_argument("--out", type=str, help="file.html, a page for a browser, or file.png, the curves")
+    a = parsed(p, argv)
+    if a.csv: _check_file(Path(a.csv), example="curves.csv")
+    if a.out: _check_file(Path(a.out), "out", "curves.png")
+    from medlab.compare.comparison import check_ending, compare_runs
+    if a.out: check_ending(Path(a.out))
+    made = compare_runs(a.runs, a.by, a.metrics.split(",") if a.metrics else None, _places(a.at))
+    print(made)
+    if a.csv: made.to_csv(a.csv)
+    if a.out: made.save(a.out)
+    for name, why in made.faults.items(): print(f"medlab: {name} is left out: {why}", file=sys.stderr)
+    return 2 if made.faults else 0
+
+# %% ../../nbs/cli/08_main.ipynb #76c959c4
+def notebook(
+    argv,  # RUN, OUT or nothing, and options
+) -> int:  # exit status
+    "Write a run as a notebook that makes it again: recipe, data check, knobs, changes at their steps, figures."
+    p = jsonargparse.ArgumentParser(prog="medlab notebook", description=notebook.__doc__, exit_on_error=False)
+    p.add_argument("run", type=str, help="run directory")
+    p.add_argument("out", type=str, nargs="?", help="file to be made, default NAME.ipynb here")
+    p.add_argument("--overwrite", action="store_true", help="replace a notebook that is there")
+    _add_recipe(p)
+    a = parsed(p, argv)
+    from medlab.rebuild.run import Run
+    run = Run(a.run)
+    print(run.notebook(a.out or f"{run.path.resolve().name}.ipynb", a.overwrite, _named(argv)))
+    return 0
+
 # %% ../../nbs/cli/08_main.ipynb #1b2a4684
 def check(argv) -> int:
     "Say whether medlab train would start on data, with its options: every case, the split, the first batch, a score."
@@ -649,7 +696,7 @@ def cache(argv) -> int:
 
 # %% ../../nbs/cli/08_main.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, evaluate=evaluate, embed=embed, probe=probe, export=export, runs=runs,
-    check=check, cache=cache, demo=demo, lab=lab, selftest=selftest)
+    compare=compare, notebook=notebook, check=check, cache=cache, demo=demo, lab=lab, selftest=selftest)
 
 
 def usage() -> str:

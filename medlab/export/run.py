@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/export/10_run.ipynb #51109150
 from fastcore.basics import patch
 
-from ..run.directory import Run
+from ..rebuild.run import Run
 
 # %% ../../nbs/export/10_run.ipynb #d074b275
 @patch

@@ -27,7 +27,8 @@ from ..core import UnknownName, UserError, explained, optional
 from ..intake.opened import reading, size_of
 from .chunks import STATUS, last_steps, metric_names
 from .older_names import current_meta
-from .records import read_checkpoints, read_environment, read_events, read_meta, read_segments, void_after
+from .records import read_checkpoints, read_environment, read_environments, read_events, read_meta
+from .records import read_segments, void_after
 from .requests import read_changes, request_change, request_command
 from .series import read_series
 from .sharing import is_live, open_readonly
@@ -188,6 +189,12 @@ def state(self:Run):
 def environment(self:Run):
     "What the last segment is computed with: device, threads, process, versions; {} before the first."
     return self._ask(read_environment)
+
+# %% ../../nbs/run/07_directory.ipynb #5abc97c4
+@patch
+def segments(self:Run) -> list:  # of (the step after which it begins, see `environment`)
+    "What each segment is computed with, oldest first: one for each time that the run was taken up, or went back."
+    return self._ask(read_environments)
 
 # %% ../../nbs/run/07_directory.ipynb #0d49b489
 @patch(as_prop=True)
