@@ -76,5 +76,5 @@ def save_now(
 def _late(run, timeout):
     kept = run.checkpoints()
     other = f", or fork its newest checkpoint, at='newest' (step {kept[-1]['step']})" if kept else ""
-    return UserError(f"the trainer of {run.name} ({run.state}, step {run.step}) has written no checkpoint in {timeout:g} "
-        f"s; a step or a validation may take longer: give a larger timeout{other}")
+    return UserError(f"the trainer of {run.name} ({run.state}, step {run.step}) has written no checkpoint in "
+        f"{timeout:g} s; a step or a validation may take longer: give a larger timeout{other}")
