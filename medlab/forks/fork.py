@@ -119,7 +119,6 @@ def tell_fork(
     def say(kind, level, text, **data):
         "Record an event at the step."
         db.execute(EVENT, (time.time(), start.step, kind, level, text, json.dumps(data)))
-
     for text in start.passed: say("checkpoint", "error", text)
     at, home, row = f"{run.path.resolve().name} at step {start.step}", str(run.path.resolve()), start.row
     words = change_words(change, start.state["knobs"]) + f" from step {start.step + 1}" * bool(change.knobs)

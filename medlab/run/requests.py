@@ -71,11 +71,11 @@ _ROW = "time, source, requested, at, state, step, old, new, verified, reason"
 
 def _as_of(row, step, segments):
     "A change as it stood when a step was saved."
-    asked, source, requested, at, state, done, *fate = row
+    asked, state, done = row[0], row[4], row[5]
     if state == "pending" or (done is not None and done > step):
-        return asked, source, requested, at if done is None else done, "pending", *[None] * 5
+        return *row[:3], row[3] if done is None else done, "pending", *[None] * 5
     if state != "undone" or any(time > asked and began < done for _, began, time, _ in segments): return row
-    return asked, source, requested, at, "applied", done, *fate[:-1], None
+    return *row[:4], "applied", *row[5:-1], None
 
 
 def copy_changes(
