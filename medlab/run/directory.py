@@ -31,7 +31,7 @@ from .records import read_checkpoints, read_environment, read_environments, read
 from .records import read_segments, void_after
 from .requests import read_changes, request_change, request_command
 from .series import read_series
-from .sharing import is_live, open_readonly
+from .sharing import is_live, open_readonly, read_transaction
 from .store import Store
 
 # %% ../../nbs/run/07_directory.ipynb #279718ae
@@ -247,6 +247,23 @@ def changes(self:Run,
 def checkpoints(self:Run) -> list:
     "Checkpoints that are kept, oldest first: dictionaries of step, file, sha256, bytes, time."
     return self._ask(read_checkpoints)
+
+# %% ../../nbs/run/07_directory.ipynb #c9c1dfe2
+@patch(as_prop=True)
+def lineage(self:Run) -> list:
+    "What a fork descends from, oldest first: dictionaries of parent, path, step, sha256, knobs and fix; [] of others."
+    return self.meta.get("lineage", [])
+
+
+@patch
+def snapshot(self:Run,
+    query,  # function of a connection and `args`
+    *args,
+):  # what it returns
+    "Ask several questions of one state of the database; raises `UserError` where it is damaged."
+    def whole(db):
+        with read_transaction(db): return query(db, *args)
+    return self._ask(whole)
 
 # %% ../../nbs/run/07_directory.ipynb #666f843a
 @patch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['read_meta', 'read_segments', 'void_after', 'read_environment', 'read_environments', 'Event', 'shape_of',
-           'read_events', 'last_event', 'read_checkpoints']
+           'read_events', 'last_event', 'read_checkpoints', 'segments_of', 'copy_records', 'write_meta', 'refuse_newer']
 
 # %% ../../nbs/run/04_records.ipynb #f2622054
 import json
@@ -13,7 +13,9 @@ import re
 import sqlite3
 from dataclasses import dataclass
 
+from ..core import UserError
 from .older_names import EVENTS
+from .store import VERSION
 
 # %% ../../nbs/run/04_records.ipynb #e899a66e
 def read_meta(
@@ -107,3 +109,47 @@ def read_checkpoints(
     rows = db.execute(f"SELECT {', '.join(keys)}, state='best' FROM checkpoints WHERE state IN ('kept', 'best') "
         "ORDER BY id")
     return [dict(zip((*keys, "best"), (*r[:-1], bool(r[-1])))) for r in rows.fetchall()]
+
+# %% ../../nbs/run/04_records.ipynb #87e179df
+def segments_of(
+    db:sqlite3.Connection,  # a run's database
+    step:int,  # of a checkpoint
+    time:float,  # when it was written; ∞: that of the run as it is now
+) -> list:  # of (id, step, time, info)
+    "The segments that lead to a checkpoint; also where the clock was set, the first one."
+    rows = db.execute("SELECT id, step, time, info FROM segments ORDER BY id").fetchall()
+    newest = max((r[0] for r in rows if r[2] <= time), default=rows[0][0] if rows else 0)
+    return [r for r in rows if r[0] <= newest and r[1] <= step]
+
+# %% ../../nbs/run/04_records.ipynb #212206c1
+def copy_records(
+    source:sqlite3.Connection,  # a run's database
+    target:sqlite3.Connection,  # another's, with an open transaction, which the caller commits
+    segments:list,  # of `segments_of`
+    step:int, time:float,  # of the checkpoint
+):
+    "Copy segments, and the events up to a checkpoint."
+    target.executemany("INSERT INTO segments(id, step, time, info) VALUES(?,?,?,?)", segments)
+    target.executemany("INSERT INTO events(time, step, kind, level, text, data) VALUES(?,?,?,?,?,?)",
+        source.execute("SELECT time, step, kind, level, text, data FROM events WHERE time <= ? AND "
+            "(step IS NULL OR step <= ?) ORDER BY id", (time, step)))
+
+
+def write_meta(
+    db:sqlite3.Connection,  # a run's database, with an open transaction, which the caller commits
+    **values,  # JSON-serializable
+):
+    "Store named values that describe a run."
+    db.executemany("INSERT INTO meta VALUES(?,?) ON CONFLICT(key) DO UPDATE SET value=excluded.value",
+        [(k, json.dumps(v)) for k, v in values.items()])
+
+# %% ../../nbs/run/04_records.ipynb #960a2db9
+def refuse_newer(
+    db:sqlite3.Connection,  # a run's database
+    path,  # of the run, for the message
+):
+    "Raise `UserError` for the database of a later medlab."
+    found, = db.execute("PRAGMA user_version").fetchone()
+    if found > VERSION:
+        raise UserError(f"{path} was written by a later medlab (format {found} of its tables, this one knows "
+            f"{VERSION}): take that medlab, or a newer one")

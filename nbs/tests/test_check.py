@@ -133,7 +133,7 @@ def help_of(*argv):
 
 def accepted(command, option):
     "Whether a command takes an option, as its own parser says."
-    argv = dict(predict=["predict"], evaluate=["evaluate"], export=["export"], demo=["demo"], selftest=["selftest"])
+    argv = dict(predict=["predict"], evaluate=["evaluate"], export=["export"], fork=["fork"], demo=["demo"], selftest=["selftest"])
     if command in ("train", "check"):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
         return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else set())
@@ -143,7 +143,7 @@ def accepted(command, option):
 
 
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
-    "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",),
+    "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "cli/fork.py": ("fork",),
     "cli/pace.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
     "rebuild/config.py": ("notebook",), "rebuild/code.py": ("notebook",)}
 
