@@ -22,12 +22,15 @@ WORDS = dict(  # command → (what its words are, its options)
     probe=(("run", "data"), ("--labels", "--masks", "--target", "--probes", "--scratch-steps", "--share", "--seed",
         "--best", "--csv", "--recipe", "--device")),
     export=(("run", "out"), ("--form", "--weights", "--step", "--overwrite", "--recipe")),
+    fork=(("run",), ("--at", "--set", "--fix", "--run", "--replay", "--timeout", "--recipe")),
+    compare=(("run",), ("--by", "--metrics", "--at", "--csv", "--out")),
+    notebook=(("run", "out"), ("--overwrite", "--recipe")),
     runs=(("folder",), ()), demo=(("folder",), ("--steps", "--image", "--threads")), lab=(("folder",), ()),
     selftest=(("folder",), ("--minutes", "--device", "--json")),
     cache=((), ("--clear",)))
-FLAGS = ("--best", "--clear", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student")  # without a value
+FLAGS = ("--best", "--clear", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student", "--replay")  # bare
 CHOICES = {"--form": ("safetensors", "program", "bundle"), "--weights": ("auto", "ema", "raw"),
-    "--size": ("small", "base")}
+    "--size": ("small", "base"), "--by": ("step", "samples", "time")}
 
 # %% ../../nbs/cli/10_entry.ipynb #6f79e0d3
 def run_folders(prefix:str="", **kw) -> list:

@@ -55,7 +55,8 @@ def limits() -> Limits:
     return _limits(os.environ.get(VARIABLE, ""))
 
 
-_UNITS = dict(voxels="voxels", frames="frames", files="files below it", depth="folders within one another", file="bytes to be read whole", ratio="bytes from each packed one")
+_UNITS = dict(voxels="voxels", frames="frames", files="files below it", depth="folders within one another",
+    file="bytes to be read whole", ratio="bytes from each packed one")
 
 
 def within(

@@ -78,7 +78,8 @@ class _Down:
             p = parts.pop(0)
             wide[:, :, at:(at := at + p.shape[2]), :h, :w] = p
         n = max(0, (wide.shape[2] - 1) // 2)
-        y = _convolved(wide[:, :, :2 * n + 1], self.conv) if n else _piece(p, 0, (self.conv.out_channels, h // 2, w // 2))
+        if n: y = _convolved(wide[:, :, :2 * n + 1], self.conv)
+        else: y = _piece(p, 0, (self.conv.out_channels, h // 2, w // 2))
         self.rest = wide[:, :, 2 * n:, :h, :w].clone(memory_format=LAST)
         return y
 

@@ -209,10 +209,12 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 # %% ../../nbs/nets/07_vjepa.ipynb #3c6f8410
-def _start(module, std=0.02):
-    if isinstance(module, (nn.Linear, nn.Conv3d)):
-        nn.init.trunc_normal_(module.weight, std=std)
-        nn.init.zeros_(module.bias)
+def _start(module):
+    "Start values of a layer."
+    if not isinstance(module, (nn.Linear, nn.Conv3d)): return
+    std = 0.02 if isinstance(module, nn.Linear) else 0.64 / math.sqrt(module.weight[0].numel())
+    nn.init.trunc_normal_(module.weight, std=std)
+    nn.init.zeros_(module.bias)
 
 
 @torch.no_grad()

@@ -124,9 +124,9 @@ class VJEPA3D(Recipe):
     name, Knobs = "vjepa3d", VJEPAKnobs
     metric = "skill"
     tiny = dict(image_size=(8, 32, 32), patch=(2, 8, 8), encoder="tiny", dim=48, depth=2, heads=2,
-        predictor=(24, 1, 2), phantoms=8, batch_size=4)  # for --debug
+        predictor=(24, 1, 2), positions="rotary", phantoms=8, batch_size=4)  # for --debug
     sizes = dict(small=dict(image_size=(16, 64, 64), patch=(4, 8, 8), encoder="tiny", dim=96, depth=4, heads=3,
-        predictor=(64, 2, 2), masks="random", batch_size=8, phantoms=100), base={})
+        predictor=(64, 2, 2), positions="rotary", masks="random", targets=64, batch_size=8, phantoms=100), base={})
     least = Recipe.least | dict(dim=0, depth=0, heads=0, levels=1, targets=0, val=0.0, test=0.0, limit=0, phantoms=1,
         cache_gb=0.0)
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STATUS', 'BUCKET', 'BLOCK', 'CHUNK_TABLES', 'encode', 'summarize', 'sound', 'write_chunk', 'Frame', 'Chunk',
            'read_chunks', 'newest_chunk', 'last_steps', 'metric_names', 'column_holders', 'chunk_steps', 'chunk_values',
-           'Summary', 'chunk_summaries', 'newest_values']
+           'Summary', 'chunk_summaries', 'newest_values', 'copy_chunks']
 
 # %% ../../nbs/run/00_chunks.ipynb #04f5dbc7
 import collections
@@ -258,3 +258,32 @@ def newest_values(
     row = db.execute("SELECT c.segment, c.last, k.value FROM columns k JOIN chunks c ON c.id=k.chunk WHERE k.name=? "
                      "ORDER BY k.chunk DESC LIMIT 1", (name,)).fetchone()
     return row and (row[0], row[1], np.frombuffer(row[2]))
+
+# %% ../../nbs/run/00_chunks.ipynb #b858ca55
+def _cut(blob, n, width):
+    "The first `n` values of a blob; None of none."
+    return None if blob is None else blob[:n * width]
+
+
+def _copy_chunk(source, target, c, n):
+    "Copy the first `n` rows of a chunk."
+    step, = source.execute("SELECT step FROM chunks WHERE id=?", (c.id,)).fetchone()
+    last = int(chunk_steps(source, c)[n - 1])
+    chunk = target.execute("INSERT INTO chunks(segment, first, last, n, step) VALUES(?,?,?,?,?)",
+        (c.segment, c.first, last, n, _cut(step, n, 8))).lastrowid
+    rows = source.execute("SELECT name, low, high, bad, status, value FROM columns WHERE chunk=?", (c.id,))
+    if n < c.n: rows = ((k, None, None, None, _cut(status, n, 1), _cut(v, n, 8)) for k, *_, status, v in rows)
+    target.executemany("INSERT INTO columns(name, chunk, low, high, bad, status, value) VALUES(?,?,?,?,?,?,?)",
+        ((k, chunk, *rest) for k, *rest in rows))
+
+# %% ../../nbs/run/00_chunks.ipynb #bd87eee6
+def copy_chunks(
+    source:sqlite3.Connection,  # a run's database
+    target:sqlite3.Connection,  # another's, with an open transaction, which the caller commits
+    segments,  # ids of segments
+    step:int,  # last step that is copied
+):
+    "Copy the telemetry of some segments up to a step, to the bit."
+    for c in sorted(read_chunks(source)):
+        n = c.n if c.last <= step else int(np.searchsorted(chunk_steps(source, c), step, "right"))
+        if n and c.segment in segments: _copy_chunk(source, target, c, n)

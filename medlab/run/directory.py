@@ -27,10 +27,11 @@ from ..core import UnknownName, UserError, explained, optional
 from ..intake.opened import reading, size_of
 from .chunks import STATUS, last_steps, metric_names
 from .older_names import current_meta
-from .records import read_checkpoints, read_environment, read_events, read_meta, read_segments, void_after
+from .records import read_checkpoints, read_environment, read_environments, read_events, read_meta
+from .records import read_segments, void_after
 from .requests import read_changes, request_change, request_command
 from .series import read_series
-from .sharing import is_live, open_readonly
+from .sharing import is_live, open_readonly, read_transaction
 from .store import Store
 
 # %% ../../nbs/run/07_directory.ipynb #279718ae
@@ -189,6 +190,12 @@ def environment(self:Run):
     "What the last segment is computed with: device, threads, process, versions; {} before the first."
     return self._ask(read_environment)
 
+# %% ../../nbs/run/07_directory.ipynb #5abc97c4
+@patch
+def segments(self:Run) -> list:  # of (the step after which it begins, see `environment`)
+    "What each segment is computed with, oldest first: one for each time that the run was taken up, or went back."
+    return self._ask(read_environments)
+
 # %% ../../nbs/run/07_directory.ipynb #0d49b489
 @patch(as_prop=True)
 def step(self:Run):
@@ -240,6 +247,23 @@ def changes(self:Run,
 def checkpoints(self:Run) -> list:
     "Checkpoints that are kept, oldest first: dictionaries of step, file, sha256, bytes, time."
     return self._ask(read_checkpoints)
+
+# %% ../../nbs/run/07_directory.ipynb #c9c1dfe2
+@patch(as_prop=True)
+def lineage(self:Run) -> list:
+    "What a fork descends from, oldest first: dictionaries of parent, path, step, sha256, knobs and fix; [] of others."
+    return self.meta.get("lineage", [])
+
+
+@patch
+def snapshot(self:Run,
+    query,  # function of a connection and `args`
+    *args,
+):  # what it returns
+    "Ask several questions of one state of the database; raises `UserError` where it is damaged."
+    def whole(db):
+        with read_transaction(db): return query(db, *args)
+    return self._ask(whole)
 
 # %% ../../nbs/run/07_directory.ipynb #666f843a
 @patch

@@ -16,7 +16,7 @@ from .records import read_events
 from .requests import read_changes
 
 # %% ../../nbs/run/10_marks.ipynb #541050e7
-SHOWN = ("resume",)  # events of level "info" that are shown; those of other levels always are
+SHOWN = ("resume", "fork")  # events of level "info" that are shown; those of other levels always are
 
 
 class Marks:

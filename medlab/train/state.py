@@ -188,8 +188,11 @@ def _quarantine(feed, guards):
 def upgraded(
     state:dict,  # of a checkpoint
 ) -> dict:  # in today's format
-    "A checkpoint's state under today's names."
+    "A checkpoint's state under today's names; raises `UserError` for that of a later medlab."
     if state["format"] == FORMAT: return state
+    if state["format"] != 1:
+        raise UserError(f"the checkpoint has format {state['format']}, and this medlab reads 1 and {FORMAT}: a later "
+            "one wrote it, take that")
     s = state
     step = dict(optimizer_step=s["taken"], consecutive_skips=s["skips"], audited=s["audited"], scaler=s["scaler"],
         ema=s["average"])

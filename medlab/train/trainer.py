@@ -183,6 +183,7 @@ def _assemble(self:Trainer, stored, knobs, aside):
     if stored:
         self.saver.resume(stored, self.set)
         self._compare(stored)
+        self.writer.store.look()  # what was asked for while nobody trained holds from the next step on
     if stored and knobs: self.set(**knobs)
     if not stored: self._introduce()
     self.saver.open_segment()

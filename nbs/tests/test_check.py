@@ -133,17 +133,19 @@ def help_of(*argv):
 
 def accepted(command, option):
     "Whether a command takes an option, as its own parser says."
-    argv = dict(predict=["predict"], evaluate=["evaluate"], export=["export"], demo=["demo"], selftest=["selftest"])
+    argv = dict(predict=["predict"], evaluate=["evaluate"], export=["export"], fork=["fork"], demo=["demo"], selftest=["selftest"])
     if command in ("train", "check"):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
         return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else set())
+    argv |= dict(compare=["compare"], notebook=["notebook"])
     if command not in argv: return False
     return f"--{option}" in help_of(*argv[command]) or command in ("predict", "evaluate") and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
 
 
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
-    "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",),
-    "cli/pace.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",)}
+    "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "cli/fork.py": ("fork",),
+    "cli/pace.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
+    "rebuild/config.py": ("notebook",), "rebuild/code.py": ("notebook",)}
 
 
 def printers(file, function, option, sentence):

@@ -312,13 +312,13 @@ def test_a_teacher_that_cannot_follow(tmp_path):
 
 @pytest.mark.parametrize("masks,ratio", [("blocks", None), ("random", 0.9)])
 def test_a_rate_ten_times_too_high(tmp_path, masks, ratio):
-    "The weights that a step made are written over within fifty others; the clean run of the same seed has a third of that drift."
+    "The weights that a step made are written over within fifty others; the clean run of the same seed has less than half of that drift."
     recipe = lambda: recipes.VJEPA3D(**recipes.VJEPA3D.tiny | dict(masks=masks))
     high, alarms = trained(tmp_path / "high", recipe(), steps=60, lr=1e-2, mask_ratio=ratio)
     assert any(signal == "drift" and step <= 60 for step, signal in alarms), alarms
     clean, quiet = trained(tmp_path / "clean", recipe(), steps=60, mask_ratio=ratio)
     most = [max(run.metrics("drift")["drift"].value) for run in (clean, high)]
-    assert quiet == [] and most[0] < 0.25 < 2 * most[0] < most[1], most
+    assert quiet == [] and most[0] < 0.25 and 2 * most[0] < most[1], most
 
 
 def test_a_horizon_in_the_wrong_unit(tmp_path):
