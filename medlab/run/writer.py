@@ -245,7 +245,7 @@ def write_config(self:RunWriter,
 ) -> Path:
     "Write what the run begins with; where the disk refuses it, an event says so."
     text = "".join(f"# {line}\n" for line in about.split("\n")) + "".join(_yaml(k, v) for k, v in config.items())
-    try: write_durably(self.path / CONFIG, lambda f: f.write(text.encode("utf-8")))
+    try: write_durably(self.path / CONFIG, lambda f: f.write(text.encode("utf-8", "backslashreplace")))
     except OSError as e: self.event("config", f"{CONFIG} was not written: {e.strerror or e}", "warning")
     return self.path / CONFIG
 
@@ -255,8 +255,8 @@ def write_proof(self:RunWriter,
     proof:dict,  # of `cohort.proof.prove`
 ) -> Path:
     "Write the proof of the split; where the disk refuses it, an event says so."
-    text = json.dumps(proof, indent=1, ensure_ascii=False)
-    try: write_durably(self.path / PROOF, lambda f: f.write(text.encode("utf-8")))
+    text = json.dumps(proof, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")  # names of any bytes
+    try: write_durably(self.path / PROOF, lambda f: f.write(text))
     except OSError as e: self.event("split", f"{PROOF} was not written: {e.strerror or e}", "warning")
     return self.path / PROOF
 
