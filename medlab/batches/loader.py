@@ -57,7 +57,7 @@ class BatchLoader:
         self.quarantine, self.report, self.memory = quarantine, report, Memory(device)
         self.dataset, self.copy = Guarded(recipe.dataset(), recipe), DeviceCopy(device, report)
         refuse_unsent(self.dataset.dataset, recipe.workers)
-        self.seed_base = derive_seed(recipe.seed, "prepare") >> 32 << 31
+        self.reseed(recipe.seed)
         self.samples_seen, self.accumulated = 0, 0  # samples drawn so far; micro-batches of the last step
         # iterator; whether its workers have given one; what happened to workers
         self.batches, self.begun, self.notes = None, False, []
@@ -69,6 +69,14 @@ class BatchLoader:
         self.first, self.one_size = First(len(self.dataset)), OneSize(self.dataset.dataset)
         self.held_out = HeldOut(recipe.split, self.dataset.dataset)
         self.begin_at, self.begin_sizes = None, None  # samples seen and sizes before the step that was begun last
+
+# %% ../../nbs/batches/05_loader.ipynb #ec0f0a1e
+@patch
+def reseed(self:BatchLoader,
+    seed:int,  # of order, patches and noise
+):
+    "Draw from a seed, from the next `seek` on."
+    self.seed, self.seed_base = seed, derive_seed(seed, "prepare") >> 32 << 31
 
 # %% ../../nbs/batches/05_loader.ipynb #7824b375
 @patch
@@ -86,7 +94,7 @@ def seek(self:BatchLoader,
 def _place(self:BatchLoader, samples_seen):
     self.batches, self.begun, self.samples_seen = None, False, samples_seen  # its workers end before others begin
     self._drop_ahead()
-    self.sampler = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.recipe.seed, samples_seen)
+    self.sampler = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.seed, samples_seen)
     self._leave_out()
 
 # %% ../../nbs/batches/05_loader.ipynb #6cdd40d8
@@ -439,7 +447,7 @@ def reload(self:BatchLoader,
 @patch
 def _same(self:BatchLoader, iteration, i, place, indices):
     "A micro-batch again."
-    order = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.recipe.seed, place)
+    order = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.seed, place)
     batch = self._read([k for k in next(iter(order)) if k[0] in indices])
     if batch.unlike: raise NotTheSame(f"its samples are of other sizes or dtypes now: {unlike_in_words(batch.unlike)}")
     if not batch.indices and not batch.failed: raise NotTheSame("the order of the samples is another one")

@@ -32,7 +32,7 @@ from .records import read_segments, void_after
 from .requests import read_changes, request_change, request_command
 from .series import read_series
 from .sharing import is_live, open_readonly, read_transaction
-from .store import Store
+from .store import EVENT, Store
 
 # %% ../../nbs/run/07_directory.ipynb #279718ae
 COMMANDS = ("pause", "resume", "stop", "save", "restore")
@@ -219,12 +219,13 @@ def metrics(self:Run,
     *names,  # metrics; none: all
     points:int=None,  # reduce each to at most so many min/max buckets; None: every value
     start:int=None, stop:int=None,  # first and last step, inclusive; None: open
+    segment:int=None,  # id of one that is asked for, see `read_series`; None: the run's history
 ) -> dict:  # name → Series
     "Recorded metrics; raises `UnknownName` for one that was never recorded."
     known = self.names()
     for n in names:
         if n not in known: raise UnknownName(f"metric of {self.name}", n, known)
-    return {n: self._ask(read_series, n, points, start, stop) for n in names or known}
+    return {n: self._ask(read_series, n, points, start, stop, segment) for n in names or known}
 
 # %% ../../nbs/run/07_directory.ipynb #a82e0f54
 @patch
@@ -267,6 +268,19 @@ def snapshot(self:Run,
     return self._ask(whole)
 
 # %% ../../nbs/run/07_directory.ipynb #666f843a
+@patch
+def record(self:Run,
+    kind:str,  # such as "proof"
+    text:str,  # one sentence
+    level:str="info",  # "info", "warning" or "error"
+    at:int=None,  # step it belongs to; None: the last that was recorded
+    **data,  # counts and causes; JSON-serializable
+) -> int:  # its id, durable when returned
+    "Record an event of a run from whatever process knows of it, also while its trainer trains."
+    at = self.step if at is None else at
+    return self._ask(lambda db: db.execute(EVENT, (time.time(), at, kind, level, text, json.dumps(data))).lastrowid)
+
+# %% ../../nbs/run/07_directory.ipynb #762a22ef
 @patch
 def request(self:Run,
     source:str="api",  # who asks, for the log

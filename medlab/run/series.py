@@ -71,10 +71,10 @@ class ChunkPart:
         return (self.low, self.high) == (self.chunk.first, self.chunk.last)
 
 # %% ../../nbs/run/06_series.ipynb #75fbbc2a
-def _parts(db, name, start, stop):
-    "The chunks that hold a metric between two steps, void ones left out."
-    void, found = void_after(read_segments(db)), []
-    for c in sorted(read_chunks(db, name=name)):
+def _parts(db, name, start, stop, segment=None):
+    "The chunks that hold a metric between two steps: those of one segment, or of all with the void ones left out."
+    void, found = void_after(read_segments(db)) if segment is None else {segment: np.inf}, []
+    for c in sorted(c for c in read_chunks(db, name=name) if c.segment in void):
         low = max(c.first, -np.inf if start is None else start)
         high = min(c.last, void[c.segment], np.inf if stop is None else stop)
         if low <= high: found.append(ChunkPart(c, low, high))
@@ -116,9 +116,10 @@ def read_series(
     points:int=None,  # reduce to at most so many buckets, ≥ 1; None: every recorded value
     start:int=None,  # first step, inclusive; None: from the beginning
     stop:int=None,  # last step, inclusive; None: to the end
+    segment:int=None,  # id of the only one that is asked for, also where others took over; None: the run's history
 ) -> Series:  # of length 0 for a metric that was never recorded
     "One metric of a run, in order of steps."
-    parts = _parts(db, name, start, stop)
+    parts = _parts(db, name, start, stop, segment)
     coarse = points is not None and sum(p.chunk.n for p in parts) >= points * BUCKET
     read = _summaries if coarse else _values
     series = _join(name, [read(db, name, p) for p in parts])

@@ -185,7 +185,7 @@ def restore(self:Saver,
     with self.loop.lock:
         self.loop.flush()
         self.state.load_state_dict(state, back=True)
-        self._seek(samples_seen)
+        self.seek(samples_seen)
         reason = f"the run went back from step {left} to {self.iteration}"
         self.loop.between.mailbox.log.undo_after(self.iteration, reason)
         self.open_segment()
@@ -194,7 +194,10 @@ def restore(self:Saver,
 
 # %% ../../nbs/train/07_saving.ipynb #912e8051
 @patch
-def _seek(self:Saver, samples_seen=None):
+def seek(self:Saver,
+    samples_seen:int=None,  # from where the data go on; None: as the loader says
+):
+    "Let the loader go to its place, and bring the knobs in."
     batches = self.loop.batches
     batches.seek(batches.samples_seen if samples_seen is None else samples_seen)
     self.loop.between.controls.enforce()

@@ -173,10 +173,7 @@ def _report(self:Trainer, *args, **data): "Write an event."; return self.writer.
 def _assemble(self:Trainer, stored, knobs, aside):
     "Make the parts, take up what was stored, and open a segment."
     self.run, self.writer.where = self.writer.run, lambda: self.progress.iteration
-    self._make_step()
-    self._make_controls()
-    self._make_listeners()
-    self._make_loop()
+    self.put_together()
     self.validation = Validation(self.recipe, self.knobs, self._scores, self.telemetry.put, self._report,
         self.step.replicas.size == 1, stored.get("best"))
     self.telemetry.more = lambda: self.validation.shown
@@ -190,6 +187,17 @@ def _assemble(self:Trainer, stored, knobs, aside):
     if aside: self._report("earlier_attempt", ASIDE.format(self.path, aside), "warning", moved_to=str(aside))
     for n in set_up_notices(self.info): self.writer.notice(n)
     self.batches.seek(self.batches.samples_seen)
+
+# %% ../../nbs/train/10_trainer.ipynb #ee020d75
+@patch
+def put_together(self:Trainer,
+    seed:int=None,  # of dropout and the like; None: the recipe's
+):
+    "Make the parts around the network: step, controls, listeners, loop."
+    self._make_step(seed)
+    self._make_controls()
+    self._make_listeners()
+    self._make_loop()
 
 # %% ../../nbs/train/10_trainer.ipynb #297f00f1
 def config_about(
@@ -252,11 +260,10 @@ def set_up_notices(
 
 # %% ../../nbs/train/10_trainer.ipynb #7138c856
 @patch
-def _make_step(self:Trainer):
+def _make_step(self:Trainer, seed=None):
     self.schedule, replicas = LRSchedule(self.knobs), replicas_here(self.device)
     self.step = Step(self.system, self.optimizer, self.recipe.bind_losses(self.system), self.knobs, self.schedule,
-        self.recipe.seed,
-        self.device, replicas=replicas, decisions=decisions_for(self.optimizer, replicas))
+        self.recipe.seed if seed is None else seed, self.device, replicas=replicas, decisions=decisions_for(self.optimizer, replicas))
     self.manager = MemoryManager(self.device, log=lambda text: self._report("memory", f"step {self.iteration}: {text}"))
     self.retry = OOMRetry(self.step, self.memory, self.knobs, self._resize, self._report, self.recipe.batch_size,
         self.manager.above_target, self.batches.spare)
