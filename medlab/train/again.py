@@ -5,21 +5,28 @@
 # %% auto #0
 __all__ = ['begin_again', 'make_steps']
 
-# %% ../../nbs/train/12_again.ipynb #621d4692
+# %% ../../nbs/train/12_again.ipynb #63b95a45
 import copy
 import time
 
 import torch
 
-from ..core import RunFailed
+from ..core import RunFailed, UserError
 from ..memory.usage import on_device
 from .bindings import process_bindings
 from .progress import last_step
 from .trainer import Trainer
 
-# %% ../../nbs/train/12_again.ipynb #9deb06c9
+# %% ../../nbs/train/12_again.ipynb #e8c45ac7
 def _no_way_back(*_, **__):
     raise RunFailed("its guards would have gone back to a checkpoint, after the fault that the events name")
+
+
+def _out_of_memory(iteration, torn):
+    raise UserError(f"step {iteration}: {torn.shortage}, within the optimizer, where no smaller micro-batch mends it")
+
+
+def _refuse(**_): raise ValueError("this state is taken up again and again, and is neither saved nor left")
 
 
 def begin_again(
@@ -30,16 +37,20 @@ def begin_again(
     "Take up a state as another process does, in a segment of its own."
     t = trainer
     t.loop.flush()
+    t.writer.store.look()
+    asked = t.mailbox.commands  # pause, stop: meant for whoever goes on
     t.batches.reseed(t.recipe.seed if seed is None else seed)
     t.put_together(seed)
-    t.loop.actions.restore = t.loop.go_back = _no_way_back
+    t.mailbox.commands[:0] = asked
+    t.loop.actions.restore, t.loop.go_back = _no_way_back, _out_of_memory
+    t.loop.between.commands |= dict(save=_refuse, restore=_refuse)
     t.state.load_state_dict(copy.deepcopy(state))
     t.mailbox.log.undo_after(t.iteration, f"the run was taken up again at step {t.iteration}")
     t.saver.seek()
     t.saver.open_segment()
     return t.writer.store.segment
 
-# %% ../../nbs/train/12_again.ipynb #775262ae
+# %% ../../nbs/train/12_again.ipynb #4f77c7f3
 def make_steps(
     trainer:Trainer,
     steps:int,  # ≥ 1
