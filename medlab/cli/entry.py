@@ -23,12 +23,15 @@ WORDS = dict(  # command → (what its words are, its options)
         "--best", "--csv", "--recipe", "--device")),
     export=(("run", "out"), ("--form", "--weights", "--step", "--overwrite", "--recipe")),
     fork=(("run",), ("--at", "--set", "--fix", "--run", "--replay", "--timeout", "--recipe")),
+    prove=(("run",), ("--set", "--combined", "--at", "--steps", "--seeds", "--aa", "--cases", "--draws", "--margin", "--alpha",
+        "--metric", "--no-scores", "--pause", "--json", "--recipe", "--device", "--threads")),
     compare=(("run",), ("--by", "--metrics", "--at", "--csv", "--out")),
     notebook=(("run", "out"), ("--overwrite", "--recipe")),
     runs=(("folder",), ()), demo=(("folder",), ("--steps", "--image", "--threads")), lab=(("folder",), ()),
     selftest=(("folder",), ("--minutes", "--device", "--json")),
     cache=((), ("--clear",)))
-FLAGS = ("--best", "--clear", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student", "--replay")  # bare
+FLAGS = ("--best", "--clear", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student", "--replay",
+    "--combined", "--no-scores", "--pause")  # bare
 CHOICES = {"--form": ("safetensors", "program", "bundle"), "--weights": ("auto", "ema", "raw"),
     "--size": ("small", "base"), "--by": ("step", "samples", "time")}
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'PAUSE', 'PATIENCE', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job',
            'resumed_job', 'loggers_of', 'save_late', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict',
-           'evaluate', 'embed', 'probe', 'export', 'fork', 'one_folder', 'runs', 'compare', 'notebook', 'check', 'lab',
-           'demo', 'selftest', 'cache', 'usage', 'show_warning', 'main']
+           'evaluate', 'embed', 'probe', 'export', 'fork', 'prove', 'one_folder', 'runs', 'compare', 'notebook',
+           'check', 'lab', 'demo', 'selftest', 'cache', 'usage', 'show_warning', 'main']
 
 # %% ../../nbs/cli/08_main.ipynb #d313b561
 import contextlib
@@ -530,6 +530,16 @@ def fork(
     for line in fork_in_words(a.run, a.at, a.set, a.fix, a.into, a.replay, _named(argv), a.timeout): print(line)
     return 0
 
+# %% ../../nbs/cli/08_main.ipynb #5c112e2d
+def prove(
+    argv,  # RUN, fixes and options
+) -> int:  # exit status: 1 where it was stopped before its end
+    "Say with a number whether a fix does anything: prove RUN fp32_fft, or prove RUN --set clip_norm=1."
+    from medlab.cli.prove import prove_in_words, prove_parser
+    p = prove_parser(about=prove.__doc__)
+    _add_recipe(p)
+    return prove_in_words(parsed(p, argv), _named(argv))
+
 # %% ../../nbs/cli/08_main.ipynb #4c1b9486
 def one_folder(
     argv,  # words after the command
@@ -718,7 +728,7 @@ def cache(argv) -> int:
 
 # %% ../../nbs/cli/08_main.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, evaluate=evaluate, embed=embed, probe=probe, export=export, fork=fork,
-    runs=runs, compare=compare, notebook=notebook, check=check, cache=cache, demo=demo, lab=lab, selftest=selftest)
+    prove=prove, runs=runs, compare=compare, notebook=notebook, check=check, cache=cache, demo=demo, lab=lab, selftest=selftest)
 
 
 def usage() -> str:

@@ -49,3 +49,27 @@ def fork(self:Run,
     remedy, and leaves nothing behind then."""
     from medlab.forks.fork import fork_run
     return fork_run(self, at, knobs, fix, name, timeout)
+
+# %% ../../nbs/export/10_run.ipynb #f126be7a
+@patch
+def prove(self:Run,
+    *fixes,  # names of fixes that are off, each judged by itself
+    set:dict=None,  # or knob → value, together one factor; None: none
+    steps:int=200,  # of an arm, ≥ 1
+    seeds:int=8,  # pairs at most, from 3 to 24
+    at="now",  # step of a kept checkpoint; "newest"; "now": a live trainer is asked for one
+    process:bool=True,  # in a process of its own; False: here, and return when it is done
+    pause:bool=False,  # let the trainer wait meanwhile
+    **plan,  # aa, metric, cases, draws, scores, combined, margin, alpha: see `medlab.prove.plan.Plan`
+):  # `Proof`, which shows how far it is; `wait()` waits for it
+    """Say with a number whether fixes do anything, by pairs of runs from one state. Raises `UserError` with value, rule
+    and remedy, and leaves nothing behind then."""
+    from medlab.prove.start import prove
+    return prove(self, *fixes, knobs=set, steps=steps, pairs=seeds, at=at, process=process, pause=pause, **plan)
+
+
+@patch(as_prop=True)
+def proofs(self:Run) -> list:  # of `Proof`, oldest first
+    "The proofs of this run."
+    from medlab.prove.proof import proofs_of
+    return proofs_of(self)

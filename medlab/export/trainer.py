@@ -20,3 +20,13 @@ def export(self:Trainer,
     "Save a checkpoint, between two steps where it trains, and export it; raises what `save` and `Run.export` raise."
     self.save()
     return Run(self.path).export(out, **options)
+
+# %% ../../nbs/export/11_trainer.ipynb #75979bbd
+@patch
+def prove(self:Trainer,
+    *fixes, process:bool=True, **options,  # see `Run.prove`
+):  # `Proof`
+    """Say with a number whether fixes do anything, from the state that this trainer has now; it trains on. Raises
+    `UserError` where a process of its own could not build the recipe."""
+    from medlab.prove.start import prove_of
+    return prove_of(self, *fixes, process=process, **options)

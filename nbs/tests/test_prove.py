@@ -1,0 +1,228 @@
+"""A proof: arms that are forks to the bit, verdicts that follow from them, whatever is killed meanwhile, and a run that is left alone."""
+import copy
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from victim import KNOBS, Small, digest
+
+from medlab import recipes
+from medlab.core import UserError
+from medlab.forks.fork import PROOFS, fork_run
+from medlab.prove import start as start_module
+from medlab.prove.proof import proofs_of
+from medlab.prove.start import new_proof, prove
+from medlab.prove.work import make_proof
+from medlab.run.directory import Run
+from medlab.run.store import Store
+from medlab.train.again import begin_again, make_steps
+from medlab.train.trainer import Trainer
+
+KILLS = int(os.environ.get("MEDLAB_KILLS", 8))  # 50 for the long test
+RECIPES = dict(fast_ddpm=recipes.FastDDPM, restoration=recipes.Restoration, segmentation=recipes.Segmentation)
+QUICK = dict(steps=4, scores=False, draws=1, process=False, say=lambda text: None)
+
+
+def tiny(name="restoration", **fields):
+    "A recipe that makes a step in some hundredths of a second."
+    small = dict(fast_ddpm=dict(image_size=(8, 8, 8)), restoration=dict(image_size=(16, 16), blocks=(1,))).get(name, {})
+    return RECIPES[name](**RECIPES[name].tiny | small | fields)
+
+
+def trained(path, recipe=None, steps=4, **knobs):
+    "A run of some steps."
+    with Trainer(recipe or tiny(), path, threads=1, val_share=0.0, **knobs) as t:
+        t.step.scaler._init_scale = 16.0  # with torch's 65,536 the first steps would all be skipped
+        t.fit(steps, progress=False)
+        assert t.step.optimizer_step
+    return path
+
+
+def digests(proof): return {r.key: r.digest for r in proof.results}
+
+
+# arms are forks
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_arm_is_a_fork_to_the_bit(tmp_path, name, precision):
+    "With the recipe's own seed and a change, after other arms, it is what a fork makes that another trainer goes on with."
+    knobs = dict(precision=precision, ema=0.9, gradient_accumulation_steps=2, schedule="cosine", horizon=9)
+    trained(tmp_path / "first", tiny(name), 2, **knobs)
+    arms, fork = fork_run(tmp_path / "first", name="arms"), fork_run(tmp_path / "first", knobs=dict(lr=1e-4), name="fork")
+    with Trainer(tiny(name), fork.path, resume=True, threads=1, val_share=0.0) as t:
+        t.fit(2, progress=False)
+        wanted = t.state.state_dict()
+    with Trainer(tiny(name), arms.path, resume=True, threads=1) as t:
+        state = copy.deepcopy(t.state.state_dict())
+        for seed, change in ((5, {}), (6, dict(weight_decay=0.3)), (None, dict(lr=1e-4))):
+            begin_again(t, state, seed)
+            if change: t.set(**change)
+            make_steps(t, 2)
+        found = t.state.state_dict()
+    for s in (wanted, found): s["knobs"].pop("val_share")
+    assert digest(found) == digest(wanted)
+
+
+def test_arms_with_loading_processes(tmp_path):
+    trained(tmp_path / "first", tiny(workers=1))
+    made = [digests(prove(tmp_path / "first", knobs=dict(clip_norm=1e9), **QUICK)) for _ in range(2)]
+    assert made[0] == made[1] and len(made[0]) == 6
+
+
+# what does nothing is identical
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_does_nothing_is_identical(tmp_path, name):
+    "A clip that never binds, activations that are computed again, a validation that never comes: each is equal to the bit."
+    trained(tmp_path / "first", tiny(name), clip_norm=1e8, activation_checkpointing=False)
+    factors = dict(clip=dict(clip_norm=1e9), checkpointing=dict(activation_checkpointing=True), checks=dict(check_inputs=False), keep=dict(keep=7))
+    for knobs in factors.values():
+        v, = prove(tmp_path / "first", knobs=knobs, **QUICK).verdicts.values()
+        assert v.kind == "identical" and v.final and v.pairs == 3, (name, knobs, v)
+
+
+# the run that it is about
+
+def test_the_run_is_left_alone(tmp_path):
+    "A run that trains while it is proved ends in the bits of one that was left alone; its events name the proof, its log only what was kept."
+    with Trainer(Small(), tmp_path / "alone", threads=1, **KNOBS) as t:
+        t.fit(until=30, progress=False)
+        alone = digest(t.state.state_dict())
+    t = Trainer(Small(), tmp_path / "first", threads=1, **KNOBS)
+    t.fit(until=6, progress=False)
+    proof = prove(t.path, knobs=dict(clip_norm=1e9), cls=Small, cases="train", **QUICK)
+    t.fit(until=30, progress=False)
+    assert digest(t.state.state_dict()) == alone and not t.run.changes() and t.run.step == 30
+    assert [e.text.split(",")[0] for e in t.run.events("proof")][-1] == "proof 001-clip_norm=1000000000.0"
+    proof.keep()
+    t.fit(2, progress=False)
+    change = t.run.changes()[-1]
+    assert (change.state, change.source) == ("applied", "proof 001-clip_norm=1000000000.0: identical to the bit")
+    t.close()
+    assert [r.name for r in Run.list(tmp_path)] == ["alone", "first"], "a proof is no run of its own"
+
+
+def test_it_waits_where_that_is_asked_for(tmp_path):
+    t = Trainer(tiny(), tmp_path / "first", threads=1, val_share=0.0)
+    t.start(until=10**6)
+    seen = []
+    look = lambda text: seen.append((t.run.state, t.iteration))
+    prove(t.path, knobs=dict(clip_norm=1e9), pause=True, **QUICK | dict(say=look))
+    assert {s for s, _ in seen[2:]} == {"paused"} and len({i for _, i in seen[2:]}) == 1
+    end = time.monotonic() + 20
+    while t.run.state != "running": assert time.monotonic() < end; time.sleep(0.01)
+    t.stop()
+    t.wait(20)
+    t.close()
+
+
+# killed
+
+def test_killed_it_goes_on(tmp_path):
+    "Killed again and again, at whatever moment, it makes the arms of one that never was, and loses none that it had told of."
+    trained(tmp_path / "first")
+    whole = prove(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, **QUICK)
+    cut = new_proof(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, steps=4, scores=False, draws=1)
+    rng, kept = random.Random(0), 0
+    lend = os.environ | dict(OMP_NUM_THREADS="1")
+    for _ in range(KILLS):
+        process = subprocess.Popen([sys.executable, "-m", "medlab.cli.main", "prove", str(cut.path)], env=lend, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before, end = len(cut.results), time.monotonic() + 60
+        while process.poll() is None and len(cut.results) <= before and time.monotonic() < end: time.sleep(0.01)
+        time.sleep(rng.random() * 0.3)
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+        process.wait()
+        assert len(cut.results) >= kept
+        kept = len(cut.results)
+        if cut.left is None: break
+    make_proof(cut.path)
+    theirs, ours = digests(whole), digests(cut)
+    shared = theirs.keys() & ours.keys()
+    assert cut.state == "done" and all(theirs[k] == ours[k] for k in shared) and ("off", 3) in shared
+    assert cut.verdicts["lr=1e-05"].kind == whole.verdicts["lr=1e-05"].kind
+
+
+def test_killed_while_it_is_made(tmp_path, monkeypatch):
+    "A proof that died before it had a plan is none; the next one is made beside it."
+    trained(tmp_path / "first")
+    monkeypatch.setattr(start_module, "_write_plan", lambda place, plan: os._exit(9))
+    pid = os.fork()
+    if not pid:
+        new_proof(tmp_path / "first", knobs=dict(lr=1e-5))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    monkeypatch.undo()
+    assert not proofs_of(tmp_path / "first")
+    assert new_proof(tmp_path / "first", knobs=dict(lr=1e-5)).name == "002-lr=1e-05"
+
+
+# refused
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    "Where the database of a proof cannot be written, it says so, and no arm that was not written counts."
+    trained(tmp_path / "first")
+    proof = new_proof(tmp_path / "first", knobs=dict(lr=1e-5), steps=4, scores=False, draws=1)
+    real, n = Store.write, [0]
+
+    def full(self, sql, *params):
+        "Refuse the third arm."
+        n[0] += "INTO events" in sql and "arm" in params
+        if n[0] != 3 or "arm" not in params: return real(self, sql, *params)
+        refused = Future()
+        refused.set_exception(OSError(28, "No space left on device"))
+        return refused
+    monkeypatch.setattr(Store, "write", full)
+    with pytest.raises((UserError, OSError), match="No space left"): make_proof(proof.path)
+    monkeypatch.undo()
+    assert proof.state == "failed" and [e.level for e in proof.run.events("error")] == ["error"]
+
+
+@pytest.mark.parametrize("damage", ["torn", "later", "gone"])
+def test_what_cannot_be_proved(tmp_path, damage):
+    trained(tmp_path / "first")
+    if damage == "torn": (tmp_path / "first/run.db").write_bytes(b"torn")
+    if damage == "gone": (tmp_path / "first/run.db").unlink()
+    if damage == "later":
+        db = sqlite3.connect(tmp_path / "first/run.db")
+        db.execute("PRAGMA user_version=99")
+        db.close()
+    with pytest.raises(UserError) as e: prove(tmp_path / "first", knobs=dict(lr=1e-5), **QUICK)
+    assert not (tmp_path / "first" / PROOFS).exists() or not proofs_of(tmp_path / "first"), e.value
+
+
+def test_trained_on(tmp_path):
+    "A proof whose run somebody trained on stands elsewhere, and is refused."
+    trained(tmp_path / "first")
+    proof = new_proof(tmp_path / "first", knobs=dict(lr=1e-5), steps=4, scores=False, draws=1)
+    with Trainer(tiny(), proof.path, resume=True, threads=1) as t: t.fit(1, progress=False)
+    with pytest.raises(UserError, match="was trained on, to step 5"): make_proof(proof.path)
+
+
+def test_no_evaluation(tmp_path):
+    "A recipe that holds no case out is refused, with what to do; samples that are trained on may judge."
+    with Trainer(Small(), tmp_path / "first", threads=1, **KNOBS) as t: t.fit(4, progress=False)
+    with pytest.raises(UserError, match="holds no case out.*cases='train'"):
+        prove(tmp_path / "first", knobs=dict(lr=1e-5), cls=Small, **QUICK)
+    v, = prove(tmp_path / "first", knobs=dict(clip_norm=1e9), cls=Small, cases="train", **QUICK).verdicts.values()
+    assert v.kind == "identical"
+
+
+def test_a_mistake_of_the_users_own(tmp_path):
+    "An error in the recipe's own code ends the proof at once, with the user's line."
+    class Wrong(recipes.Restoration):
+        def losses(self, model, batch):
+            if self.knobs.lr < 1e-4: return dict(loss=batch["imgae"])
+            return super().losses(model, batch)
+    trained(tmp_path / "first", Wrong(**recipes.Restoration.tiny | dict(image_size=(16, 16), blocks=(1,))))
+    with pytest.raises(KeyError, match="imgae"): prove(tmp_path / "first", knobs=dict(lr=1e-5), cls=Wrong, **QUICK)
+    proof, = proofs_of(tmp_path / "first")
+    assert proof.state == "failed" and "test_prove.py" in proof.run.events("error")[-1].text
