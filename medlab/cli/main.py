@@ -728,7 +728,8 @@ def cache(argv) -> int:
 
 # %% ../../nbs/cli/08_main.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, evaluate=evaluate, embed=embed, probe=probe, export=export, fork=fork,
-    prove=prove, runs=runs, compare=compare, notebook=notebook, check=check, cache=cache, demo=demo, lab=lab, selftest=selftest)
+    prove=prove, runs=runs, compare=compare, notebook=notebook, check=check, cache=cache, demo=demo, lab=lab,
+    selftest=selftest)
 
 
 def usage() -> str:

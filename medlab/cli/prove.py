@@ -23,7 +23,8 @@ def prove_parser(
 ) -> jsonargparse.ArgumentParser:
     "The options of `medlab prove`."
     p = jsonargparse.ArgumentParser(prog=prog, description=about, exit_on_error=False)
-    p.add_argument("run", type=str, help="run directory, of which a trainer may be going on; or that of a proof, to go on with it")
+    p.add_argument("run", type=str, help="run directory, of which a trainer may be going on; or that of a proof, "
+        "to go on with it")
     p.add_argument("fixes", type=str, nargs="*", help="names of fixes that are off, each judged by itself")
     p.add_argument("--set", action="append", default=[], metavar="KNOB=VALUE",
         help="knobs that together are one factor, as in --set clip_norm=1; may be repeated")
@@ -31,8 +32,8 @@ def prove_parser(
     p.add_argument("--at", type=str, default="now", help="step of a checkpoint, now (the trainer that goes on is asked "
         "for one) or newest; default %(default)s")
     _add_numbers(p)
-    p.add_argument("--metric", type=str, help="by which the arms are judged: loss, a loss term, or a score of the recipe; "
-        "default the loss, unless a fix changes the loss itself")
+    p.add_argument("--metric", type=str, help="by which the arms are judged: loss, a loss term, or a score of the "
+        "recipe; default the loss, unless a fix changes the loss itself")
     p.add_argument("--no-scores", action="store_true", help="leave out the recipe's own scores, which may take long")
     p.add_argument("--pause", action="store_true", help="let the trainer wait meanwhile")
     p.add_argument("--json", type=str, metavar="FILE", help="write the table and the verdicts here, too")
@@ -43,10 +44,10 @@ def _add_numbers(p):
     "The options that are numbers."
     p.add_argument("--steps", type=int, default=200, help="of an arm, default %(default)s")
     p.add_argument("--seeds", type=int, default=8, help="pairs at most, 3 to 24, default %(default)s")
-    p.add_argument("--aa", type=int, default=8, help="pairs without the fix that measure the noise, at least 6; 0: none; "
-        "default %(default)s")
-    p.add_argument("--cases", type=str, default="4", help="held-out cases that judge the arms, or train: samples that are "
-        "trained on; default %(default)s")
+    p.add_argument("--aa", type=int, default=8, help="pairs without the fix that measure the noise, at least 6; 0: "
+        "none; default %(default)s")
+    p.add_argument("--cases", type=str, default="4", help="held-out cases that judge the arms, or train: samples that "
+        "are trained on; default %(default)s")
     p.add_argument("--draws", type=int, default=4, help="of each case, default %(default)s")
     p.add_argument("--margin", type=float, help="effect that counts as none; default from the A/A pairs")
     p.add_argument("--alpha", type=float, default=0.05, help="error of all verdicts that say helps or harms together")
@@ -70,8 +71,9 @@ def _is_proof(path):
 def _plan(a):
     "What was typed, as `medlab.prove.start.prove` takes it."
     with open_run(a.run) as run: knobs = set_knobs(run, a.set)
-    return dict(knobs=knobs, at=step_of(a.at), combined=a.combined, metric=a.metric, steps=a.steps, pairs=a.seeds, aa=a.aa,
-        cases=_cases(a.cases), draws=a.draws, margin=a.margin, alpha=a.alpha, scores=not a.no_scores)
+    same = ("combined", "metric", "steps", "aa", "draws", "margin", "alpha")
+    return dict({k: getattr(a, k) for k in same}, knobs=knobs, at=step_of(a.at), pairs=a.seeds, cases=_cases(a.cases),
+        scores=not a.no_scores)
 
 # %% ../../nbs/cli/12_prove.ipynb #7a37984c
 def _say(text): print(text, flush=True)
@@ -87,8 +89,8 @@ def prove_in_words(
     if _is_proof(a.run):
         if a.fixes or a.set: raise UserError(f"{a.run} is a proof, whose plan is settled; leave out fixes and --set")
         made = make_proof(a.run, a.device, a.threads, (), cls, _say, a.pause)
-    else: made = prove(a.run, *a.fixes, process=False, pause=a.pause, say=_say, cls=cls, device=a.device, threads=a.threads,
-        **_plan(a))
+    else: made = prove(a.run, *a.fixes, process=False, pause=a.pause, say=_say, cls=cls, device=a.device,
+        threads=a.threads, **_plan(a))
     for line in table_lines(made.table()): _say(line)
     if a.json: _write(made, Path(a.json))
     if made.state == "done": return 0

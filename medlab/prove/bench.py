@@ -31,7 +31,8 @@ def weights_digest(
 ) -> str:  # SHA-256, hexadecimal
     "A hash of the network's state, of its averaged weights and of the system's averages."
     h, step = hashlib.sha256(), trainer.step
-    tensors = {**trainer.model.state_dict(), **{f"ema.{k}": v for k, v in (step.ema.shadow if step.ema else {}).items()}}
+    tensors, shadow = dict(trainer.model.state_dict()), step.ema.shadow if step.ema else {}
+    tensors |= {f"ema.{k}": v for k, v in shadow.items()}
     for name, a in step.system.averages.items():
         tensors |= {f"{name}.{k}": v for k, v in a.network.state_dict().items()}
     for name in sorted(tensors):
@@ -101,8 +102,8 @@ def scores(self:Bench) -> dict:  # name → mean over the cases
     if why: raise UserError(f"the arms cannot be scored: {why}; leave the scores out, scores=False")
     if table.left_out:
         bad = table.left_out[0]
-        raise UserError(f"{bad['case']} is to judge the arms, and cannot be scored: {bad['why']}; leave the scores out, "
-            "scores=False")
+        raise UserError(f"{bad['case']} is to judge the arms, and cannot be scored: {bad['why']}; leave the scores "
+            "out, scores=False")
     return {k: float(v) for k, v in table.metrics.items()}
 
 
@@ -122,7 +123,8 @@ def choose_metric(self:Bench) -> tuple:  # (name, whether less is better, senten
     "By what the arms are judged where nobody said it."
     found = {f.name: c for f in self.plan.factors if (c := self.changed_loss(f.knobs))}
     if not found: return "loss", True, ()
-    told = "; ".join(f"{n} changes the loss itself ({a:.4g} → {b:.4g} for the same weights)" for n, (a, b) in found.items())
+    words = "{} changes the loss itself ({:.4g} → {:.4g} for the same weights)"
+    told = "; ".join(words.format(n, *both) for n, both in found.items())
     name, value, _ = main_metric(self.trainer.recipe, self.scores()) if self.scored else ("", None, None)
     if value is None: return "loss", True, (f"{told}; the arms are judged by the loss without it",)
     return name, lower_is_better(self.trainer.recipe, name), (f"{told}, so the arms are judged by {name}",)
@@ -145,7 +147,7 @@ def __call__(self:Bench, arm:Arm) -> ArmResult:
     segment = begin_again(t, state, arm.seed)
     change = t.set(source=f"proof, {arm}", **arm.knobs) if arm.knobs else None
     why = self._train()
-    if change and change.state != "applied" and not (why and change.state == "pending"): raise self._refused(arm, change)
+    if change and change.state not in ("applied", *["pending"] * bool(why)): raise self._refused(arm, change)
     why = why or _unsound(t)
     metrics = {} if why else self._asked()
     bad = [k for k in (self.plan.metric,) if k in metrics and not math.isfinite(metrics[k])]

@@ -15,7 +15,6 @@ import torch
 from ..batches.loading import Guarded, collate
 from ..contracts.batch import Batch
 from ..core import UserError, derive_seed
-from ..data.split import Split
 from ..knobs.knobs import Knobs
 from ..numerics.buffers import Buffers
 from ..step.step import Step
@@ -53,7 +52,8 @@ def _visits(dataset, names, draws, seed):
         case = str(sample.get("case", i))
         if names and case not in names:
             raise UserError(f"dataset() gives {case!r} where {', '.join(names)} is asked for: it does not follow "
-                "self.split.train, so nothing is held out; let it, or judge by samples that are trained on, cases='train'")
+                "self.split.train, so nothing is held out; let it, or judge by samples that are trained on, "
+                "cases='train'")
         keys.setdefault(case, i)
         if len(keys) == (len(names) or draws): break
     return [(i, derive_seed(seed, "held out", i, k)) for k in range(draws if names else 1) for i in keys.values()]
@@ -135,8 +135,8 @@ def mean_losses(
     values:dict=None,  # the recipe's own knobs while it is asked; None: as they were when the samples were read
 ) -> dict:  # name → mean over the samples; not finite where a sample's is not
     "Ask the network."
-    sums, n, seed = {}, 0, held.seed >> 32 << 31
-    with torch.random.fork_rng(devices=[]), knobs_as(held.recipe, held.values if values is None else values), _asked(step):
+    sums, n, seed, values = {}, 0, held.seed >> 32 << 31, held.values if values is None else values
+    with torch.random.fork_rng(devices=[]), knobs_as(held.recipe, values), _asked(step):
         for i, b in enumerate(held.batches):
             batch = Batch.of(held.recipe.prepare(_on(step.device, b.samples), seed + i, held.at))
             torch.default_generator.manual_seed(seed + i)

@@ -7,8 +7,8 @@ __all__ = ['COMBINED', 'FIRST', 'MOST', 'Factor', 'factors_of', 'Plan', 'refuse_
            'judged', 'next_arm', 'most_arms']
 
 # %% ../../nbs/prove/02_plan.ipynb #af9c1368
-from dataclasses import asdict, dataclass, field
-from math import inf, isfinite
+from dataclasses import asdict, dataclass
+from math import inf
 
 from ..core import UserError
 from .arms import OFF, PERTURBED, PLAIN, Arm, aa_arm, pair_arm
@@ -43,8 +43,8 @@ def factors_of(
     if combined and len(found) < 2: raise UserError(f"combined needs two factors or more, and {found[0].name!r} is one")
     if combined: found.append(Factor(COMBINED, _union(found), False))
     if len(found) <= MOST: return tuple(found)
-    raise UserError(f"{len(found)} factors share one error, and with more than {MOST} hardly any effect could be shown; "
-        "prove fewer at once")
+    raise UserError(f"{len(found)} factors share one error, and with more than {MOST} hardly any effect could be "
+        "shown; prove fewer at once")
 
 
 def _union(factors):
@@ -152,8 +152,8 @@ def judged(
         if not (off and on): break
         found.complete = pair
         if found.judge.done: continue
-        alike = bool(off.digest) and off.digest == on.digest
-        found.judge.add(*(r.value(plan.metric) for r in (off, on)), bool(off.diverged), bool(on.diverged), identical=alike)
+        alike, values = bool(off.digest) and off.digest == on.digest, (r.value(plan.metric) for r in (off, on))
+        found.judge.add(*values, bool(off.diverged), bool(on.diverged), identical=alike)
     return found
 
 # %% ../../nbs/prove/02_plan.ipynb #fecf096f

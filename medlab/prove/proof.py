@@ -18,8 +18,8 @@ from fastcore.basics import patch
 from ..core import UnknownName, UserError
 from ..forks.fork import PROOFS
 from ..plots import _figure, _jitters, _smooth, plain
-from .arms import OFF, PERTURBED, PLAIN, ArmResult
-from .plan import Plan, by_key, judged, most_arms, next_arm
+from .arms import OFF, ArmResult
+from .plan import Plan, by_key, judged, next_arm
 from ..run.directory import Run
 from ..run.sharing import is_live
 
@@ -48,10 +48,14 @@ class Proof:
     def plan(self) -> Plan: "What it does."; return Plan.of(self.run.meta["proof"])
 
     @property
-    def results(self) -> list: "`ArmResult` of the arms so far."; return [ArmResult.of(e.data) for e in self.run.events("arm")]
+    def results(self) -> list:
+        "`ArmResult` of the arms so far."
+        return [ArmResult.of(e.data) for e in self.run.events("arm")]
 
     @property
-    def state(self) -> str: "As of its run: starting, running, paused, stopped, done, failed, killed."; return self.run.state
+    def state(self) -> str:
+        "As of its run: created, starting, running, paused, stopped, done, failed, killed."
+        return self.run.state
 
     def close(self): "Let go of its database."; self.run.close()
 
@@ -140,7 +144,8 @@ def _cells(r, metric):
     return {"fix": r["fix"], "knobs": r["knobs"], "verdict": r["verdict"],
         f"{metric}, on − off": _number(r["effect"]), "interval": span, "pairs": str(r["pairs"]),
         "diverged off/on/both": f"{off}/{on}/{both}", "skipped off/on": skipped, "time a step": times(r["time"]),
-        "memory": times(r["memory"]), "beside, on − off": ", ".join(f"{k} {_number(v)}" for k, v in r["beside"].items())}
+        "memory": times(r["memory"]),
+        "beside, on − off": ", ".join(f"{k} {_number(v)}" for k, v in r["beside"].items())}
 
 
 @patch
@@ -156,7 +161,8 @@ def made_of(self:Proof) -> str:
     where = "samples that are trained on" if p.cases == "train" else "held-out samples"
     by = f"{p.metric} on {where}, {'less' if p.lower else 'more'} is better"
     aa = f"A/A pairs of proof {p.lender}" if p.lender else f"{p.aa} A/A pairs" if p.aa else "no A/A pair"
-    return (f"{' and '.join(f.name for f in p.factors)} at step {p.at:,} of {self.parent.name}: {p.steps} steps an arm, "
+    what = " and ".join(f.name for f in p.factors)
+    return (f"{what} at step {p.at:,} of {self.parent.name}: {p.steps} steps an arm, "
         f"at most {p.pairs} pairs, {aa}; judged by {by}; {n} arms so far, {self.state}")
 
 

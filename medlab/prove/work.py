@@ -6,12 +6,8 @@
 __all__ = ['lender_of', 'settled', 'cost_words', 'arm_words', 'Stopped', 'work_off', 'make_proof']
 
 # %% ../../nbs/prove/05_work.ipynb #80551e5b
-import time
 import traceback
 from dataclasses import replace
-from pathlib import Path
-
-from fastcore.basics import patch
 
 from ..core import UserError, with_own_line
 from .arms import Arm, ArmResult
@@ -77,7 +73,8 @@ def cost_words(
     arms = f"{low} to {high} arms of {plan.steps} steps"
     if not step_time: return f"{arms}; how long a step takes is not known"
     one = plan.steps * step_time
-    return f"{arms} at {step_time:.2g} s, {_span(one)} each: {_span(low * one)} to {_span(high * one)}, and the questions"
+    span = f"{_span(low * one)} to {_span(high * one)}"
+    return f"{arms} at {step_time:.2g} s, {_span(one)} each: {span}, and the questions"
 
 
 def arm_words(

@@ -154,8 +154,8 @@ def _exists(process):
 
 # %% ../../nbs/run/07_directory.ipynb #f39b68d9
 def _refuse_recipe(meta):
-    """Raise where a recipe is stored that is not the name of its module, that of its class, and its configuration; a run
-    that no recipe made has none."""
+    """Raise where a recipe is stored that is not the name of its module, that of its class, and its configuration; a
+    run that no recipe made has none."""
     module, name, config = meta.get("recipe") or ("", "", {})
     if (type(module), type(name), type(config)) != (str, str, dict): raise TypeError(f"recipe {meta['recipe']!r}")
 

@@ -263,7 +263,8 @@ def set_up_notices(
 def _make_step(self:Trainer, seed=None):
     self.schedule, replicas = LRSchedule(self.knobs), replicas_here(self.device)
     self.step = Step(self.system, self.optimizer, self.recipe.bind_losses(self.system), self.knobs, self.schedule,
-        self.recipe.seed if seed is None else seed, self.device, replicas=replicas, decisions=decisions_for(self.optimizer, replicas))
+        self.recipe.seed if seed is None else seed, self.device, replicas=replicas,
+        decisions=decisions_for(self.optimizer, replicas))
     self.manager = MemoryManager(self.device, log=lambda text: self._report("memory", f"step {self.iteration}: {text}"))
     self.retry = OOMRetry(self.step, self.memory, self.knobs, self._resize, self._report, self.recipe.batch_size,
         self.manager.above_target, self.batches.spare)

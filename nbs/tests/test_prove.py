@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 from victim import KNOBS, Small, digest
