@@ -22,6 +22,8 @@ from medlab.prove.work import make_proof
 from medlab.run.directory import Run
 from medlab.run.store import Store
 from medlab.train.again import begin_again, make_steps
+from medlab.step.device import DeviceDecisions
+from medlab.train import trainer as trainer_module
 from medlab.train.trainer import Trainer
 
 KILLS = int(os.environ.get("MEDLAB_KILLS", 8))  # 50 for the long test
@@ -68,6 +70,34 @@ def test_an_arm_is_a_fork_to_the_bit(tmp_path, name, precision):
         found = t.state.state_dict()
     for s in (wanted, found): s["knobs"].pop("val_share")
     assert digest(found) == digest(wanted)
+
+
+def test_an_arm_where_the_device_decides(tmp_path, monkeypatch):
+    "As on a GPU, where what came of a step is known some steps later."
+    monkeypatch.setattr(trainer_module, "decisions_for", lambda *args: DeviceDecisions)
+    trained(tmp_path / "first", precision="fp16", log_every=4)
+    made = [digests(prove(tmp_path / "first", knobs=dict(clip_norm=1e9), **QUICK | dict(steps=6))) for _ in range(2)]
+    assert made[0] == made[1] and len({made[0]["off", i] for i in (1, 2, 3)}) == 3
+    with Trainer(tiny(), fork_run(tmp_path / "first", name="fork").path, resume=True, threads=1, val_share=0.0) as t:
+        t.fit(6, progress=False)
+        wanted = t.state.state_dict()["model"]
+    with Trainer(tiny(), fork_run(tmp_path / "first", name="arms").path, resume=True, threads=1) as t:
+        state = copy.deepcopy(t.state.state_dict())
+        for seed in (5, None):
+            begin_again(t, state, seed)
+            make_steps(t, 6)
+        assert digest(t.state.state_dict()["model"]) == digest(wanted)
+
+
+def test_several_at_once(tmp_path):
+    "Each by itself against the common arm, and all together; the error is divided."
+    trained(tmp_path / "first", lr=1e-3)
+    proof = prove(tmp_path / "first", "lower_lr", "clip_norm", knobs=dict(weight_decay=0.5), combined=True, pairs=3, aa=0, **QUICK)
+    names = ["lower_lr", "clip_norm", "weight_decay=0.5", "combined"]
+    assert list(proof.verdicts) == names and len(proof.results) == 3 * 5
+    assert proof.plan.factors[-1].knobs == dict(lr=2e-4, clip_norm=1.0, weight_decay=0.5)
+    assert len({proof.results[i].digest for i in range(5)}) >= 4 and "combined" in str(proof)
+    assert proof.verdicts["lower_lr"].level > 0.98
 
 
 def test_arms_with_loading_processes(tmp_path):
