@@ -112,9 +112,10 @@ def _ratio(pairs, what):
 
 
 def _beside(pairs, metric):
-    "Mean of on − off of every other number that both arms were asked."
+    "Mean of on − off of every other number that the arms were asked, but for those that are the same in all of them."
     names = dict.fromkeys(k for a, b in pairs for k in a.metrics if k in b.metrics and k != metric)
-    return {k: _mean([b.value(k) - a.value(k) for a, b in pairs]) for k in names}
+    found = {k: [b.value(k) - a.value(k) for a, b in pairs] for k in names}
+    return {k: _mean(v) for k, v in found.items() if any(v)}
 
 
 @patch(as_prop=True)
