@@ -17,7 +17,7 @@ from ..forks.change import ForkChange, stored_fix
 from ..forks.fork import PROOFS, fork_run, open_run
 from ..forks.point import GOING
 from ..knobs.controls import same
-from .plan import Plan, factors_of, refuse_plan
+from .plan import Plan, factors_of, refuse_plan, too_few
 from .proof import Proof, proofs_of
 from ..run.directory import Run
 from ..run.sharing import is_live
@@ -52,7 +52,8 @@ def _refuse_in_force(run, plan, values):
     "Raise `UserError` for a factor that changes nothing at the state."
     for f in plan.factors:
         if any(not same(values.get(k), v) for k, v in f.knobs.items()): continue
-        off = f": knobs={stored_fix(run, f.name)['off']}" if f.fix else ""
+        back = ", ".join(f"{k}={v}" for k, v in stored_fix(run, f.name)["off"].items()) if f.fix else ""
+        off = f": --set {back}" if back else ""
         raise UserError(f"{f.name!r} is on already at step {plan.at} of {run.name} ({f.words}), so both arms would be "
             f"the same; to see what it does, prove the way back{off}")
 
@@ -153,7 +154,7 @@ def prove(
     if process:
         begin(proof, trust, device, threads, pause)
         return proof
-    say(f"proof {proof.name}: {cost}")
+    for text in (f"proof {proof.name}: {cost}", *[t for t in [too_few(proof.plan)] if t]): say(text)
     return make_proof(proof.path, device, threads, trust, cls, say, pause)
 
 # %% ../../nbs/prove/06_start.ipynb #f2b0bf61

@@ -70,10 +70,10 @@ def cost_words(
 ) -> str:
     "What a proof will cost, in a sentence."
     low, high = most_arms(plan)
-    arms = f"{low} to {high} arms of {plan.steps} steps"
+    arms = f"{low} to {high} arms of {plan.steps} steps" if low < high else f"{low} arms of {plan.steps} steps"
     if not step_time: return f"{arms}; how long a step takes is not known"
     one = plan.steps * step_time
-    span = f"{_span(low * one)} to {_span(high * one)}"
+    span = f"{_span(low * one)} to {_span(high * one)}" if low < high else _span(low * one)
     return f"{arms} at {step_time:.2g} s, {_span(one)} each: {span}, and the questions"
 
 
