@@ -20,8 +20,9 @@ class DicomOptions:
     "What is chosen where a series leaves it open; raises `UserError` for what cannot be."
     upright:bool = False  # resample a sheared stack to axes at right angles; False: the affine keeps the shear
     regular:object = None  # True: fill gaps between slices by interpolation; or their distance, mm; None: refuse gaps
-    stack:str = ""  # name of one of several stacks, as an error lists them; "": the only one
-    fill:float = None  # of voxels that no slice measured; None: the series' padding, or its lowest value
+    stack:str = ""  # name of one of several stacks, as an error lists them; a series of one is read whole; "": the only one
+    fill:float = None  # of voxels that no slice measured; None: the series' padding, or else its lowest value, of CT
+                       # air (-1000 HU) where that is higher
 
     def __post_init__(self):
         r = self.regular
