@@ -261,6 +261,8 @@ def _add_weights(p):
     _add_recipe(p)
     p.add_argument("--best", action="store_true", help="with the weights that validation found best, not the newest")
     p.add_argument("--device", type=str, help="torch device, default the GPU if there is one")
+    p.add_argument("--dicom", type=str, help="how DICOM is read where a series leaves it open, such as 'upright, "
+        "regular=2.5, stack=2'; default as the run was trained")
     add_threads(p)
     return p
 
@@ -325,6 +327,7 @@ def _predict_one(recipe, model, case, output, options):
     try:
         result, text = _in_memory(recipe, model, case, options)
         if text is None:
+            for note in getattr(result, "notes", ()): print_text(f"medlab: {case.name}: {note}", file=sys.stderr)
             print_text(recipe.write(result, case, output), result)
             return True
     except UserError as e: text = str(e)
@@ -370,6 +373,7 @@ def predict(
     from medlab.train.state import load_model
     _refuse_same(a.input, a.output)
     recipe, model, step = load_model(a.run, a.device, a.best, cls)
+    recipe.read_dicom_as(a.dicom)
     cases = recipe.cases_at(a.input)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:
         raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
@@ -423,7 +427,7 @@ def evaluate(
     given = {k: v for k, v in _checked(given).items() if v != own[k][1]}  # the rest is left to the recipe
     if a.csv: _check_file(Path(a.csv))
     with cpu_threads(a.threads):
-        table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, cls, a.beside, **given)
+        table, step = evaluate_run(a.run, a.data, a.cases, a.best, a.device, cls, a.beside, a.dicom, **given)
     n = len({r["case"] for r in table.rows})
     which = "the best that validation found" if a.best else "the newest"
     print_text(f"{a.run}, weights of step {step} ({which}): {n} cases of {a.data or _whose(table)}")
@@ -455,7 +459,7 @@ def embed(
     from medlab.probes.features import check_features_file
     check_features_file(a.output)
     with cpu_threads(a.threads):
-        found, out = embed_run(a.run, a.data, a.best, a.device, _named(argv), a.tokens, a.student)
+        found, out = embed_run(a.run, a.data, a.best, a.device, _named(argv), a.tokens, a.student, a.dicom)
     shapes = ", ".join(f"{k} {'×'.join(map(str, v.shape[1:]))}" for k, v in found.values.items())
     print_text(f"{found.save(a.output)}: {len(found)} scans, {shapes}; weights of step {found.about['step']}")
     return 2 if out else 0
@@ -483,7 +487,8 @@ def probe(
     from medlab.cli.features import probe_run
     with cpu_threads(a.threads):
         table = probe_run(a.run, a.data, a.labels, a.target, [k for k in (a.probes or "").split(",") if k], a.share,
-            a.seed, a.best, a.device, _named(argv), masks=a.masks, scratch_steps=a.scratch_steps)
+            a.seed, a.best, a.device, _named(argv), masks=a.masks, scratch_steps=a.scratch_steps,
+            dicom=a.dicom)
     print_text(table)
     if a.csv: table.to_csv(a.csv)
     return 0

@@ -418,7 +418,7 @@ def segment(
 ) -> Volume:  # ids on the case's grid
     "Label a case with the ids of its data set."
     made = classes_of(probabilities(recipe, model, whole.image, **options), threshold, largest)
-    return Volume(recipe.table.decode(made), whole.like.affine, "labels", whole.like.grid)
+    return Volume(recipe.table.decode(made), whole.like.affine, "labels", whole.like.grid, whole.like.notes)
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #6d5a769e
 @dataclass(frozen=True, eq=False, repr=False)
