@@ -500,7 +500,7 @@ def test_how_dicom_is_read_is_chosen_anew_where_a_model_is_used(tmp):
     status, out, err = said("predict", tmp / "run", tmp / "scans/tilted", tmp / "up.nii.gz")
     assert status == 0 and "was made upright" in err and "hold" in err, "as the run was trained"
     for command in ("predict", "evaluate", "embed", "probe"):
-        status, out, err = said(command, tmp / "run", *([tmp / "scans"] if command != "probe" else []), *([tmp / "x"] if command in ("predict", "embed") else []), "--dicom", "uprigt")
+        status, out, err = said(command, tmp / "run", *([tmp / "scans"] if command != "probe" else []), *dict(predict=["x"], embed=["x.npz"]).get(command, []), "--dicom", "uprigt")
         assert status == 2 and ("did you mean" in err or "gives no features" in err), (command, err)
     with Trainer(recipes.FastDDPM(**recipes.FastDDPM.tiny), tmp / "ddpm", threads=1) as t: t.fit(1, progress=False)
     status, out, err = said("evaluate", tmp / "ddpm", "--dicom", "upright")
