@@ -193,7 +193,7 @@ def _in_report(report):
 
 def _with_cohort(report, info):
     "A report whose notes say whose scans they are and which are copies; of a recipe of one's own as it is."
-    found = [info.get("identity"), *told(info.get("copies", ())), *told(info.get("leaks", ()))]
+    found = [info.get("identity"), *info.get("look_alikes", ()), *told(info.get("copies", ())), *told(info.get("leaks", ()))]
     return replace(report, notes=(*report.notes, *filter(None, found))) if isinstance(report, Report) else report
 
 # %% ../../nbs/cli/05_check.ipynb #c201a3e1
