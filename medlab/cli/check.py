@@ -191,10 +191,13 @@ def _in_report(report):
     return shown
 
 
-def _with_cohort(report, info):
-    "A report whose notes say whose scans they are and which are copies; of a recipe of one's own as it is."
-    found = [info.get("identity"), *info.get("look_alikes", ()), *told(info.get("copies", ())), *told(info.get("leaks", ()))]
-    return replace(report, notes=(*report.notes, *filter(None, found))) if isinstance(report, Report) else report
+def _with_cohort(report, info, proof=None):
+    "A report that says whose scans they are, on which side, and which are copies; of a recipe of one's own as it is."
+    if not isinstance(report, Report): return report
+    sides = {n: (c["patient"], c["side"]) for n, c in (proof or {}).get("cases", {}).items()}
+    found = [info.get("identity"), *info.get("look_alikes", ())]
+    found += [*told(info.get("copies", ())), *told(info.get("leaks", ()))]
+    return replace(report, notes=(*report.notes, *filter(None, found)), sides=sides)
 
 # %% ../../nbs/cli/05_check.ipynb #c201a3e1
 def rehearse(
@@ -219,7 +222,7 @@ def rehearse(
         with Trainer(recipe, Path(folder) / "run", False, device, threads, **knobs) as trainer:
             torch.set_num_threads(trainer.threads)
             describe(trainer)
-            write_report(_with_cohort(report, trainer.info), files or {}, recipe, lambda text: None)
+            write_report(_with_cohort(report, trainer.info, trainer.proof), files or {}, recipe, lambda text: None)
             read = lambda: report is None and not_ours(recipe) and read_samples(trainer, minutes, say)
             try: lines, seconds = try_batch(trainer, _first_batch(trainer, read))
             except Exception as e:

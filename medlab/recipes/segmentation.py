@@ -298,7 +298,8 @@ def preflight(self:Segmentation) -> Report:
     "Every case, and the labels that it holds; as `setup` will see them."
     survey = self.read_ahead(lambda: _survey(self))
     for c, ids in survey.checked:
-        if ids: c.say("label", f"holds {_listed(ids)}" + (f" ({told})" if (told := volumes_in_words(c)) else ""), False)
+        told = volumes_in_words(c)
+        if ids: c.say("label", f"holds {_listed(ids)}" + f" ({told})" * bool(told), fatal=False, ordinary=True)
     checks, sound = [c for c, _ in survey.checked], survey.ids()
     if not sound: return Report(checks, ())
     notes = label_notes(sound, survey.table_of(sound), "sound ")
