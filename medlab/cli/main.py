@@ -400,10 +400,10 @@ def _evaluate_parser():
 # %% ../../nbs/cli/08_main.ipynb #87365b63
 def _check_file(file, option="csv", example="scores.csv"):
     "Raise `UserError` for a table or a page that could not be written."
-    place = file.resolve().parent
+    place = file.absolute().parent
     if not place.is_dir(): raise UserError(f"--{option} {file}: the folder {place} does not exist; make it first")
-    if file.is_dir(): raise UserError(f"--{option} {file} is a folder; name a file in it, such as {file / example}")
-    if file.exists(): why = "" if os.access(file, os.W_OK) else "what lies there cannot be changed"
+    if os.path.isdir(file): raise UserError(f"--{option} {file} is a folder; name a file in it, such as {file / example}")
+    if os.path.exists(file): why = "" if os.access(file, os.W_OK) else "what lies there cannot be changed"
     else: why = why_unwritable(place)
     if why: raise UserError(f"--{option} {file} cannot be written ({why}); choose another file")
 
@@ -632,8 +632,9 @@ def check(argv) -> int:
             f"{rest['resume']} looks at its data before it goes on")
     job, files = new_job(cls, fields, rest), {k: rest[k] for k in ("csv", "html") if rest[k]}
     for kind, file in files.items(): _check_file(Path(file), kind, f"cases.{kind}")
+    from medlab.cli.check import check_files, command_line, rehearse
+    check_files(job.recipe, files)
     print_text(_source_line(job.recipe), flush=True)
-    from medlab.cli.check import command_line, rehearse
     from medlab.preflight.remembered import reread
     with reread(rest["reread"]):
         rehearse(job.recipe, job.run, lambda trainer: _describe(trainer, job.target, job.run), rest.get("device"),

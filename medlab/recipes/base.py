@@ -17,6 +17,7 @@ import torch
 from fastcore.basics import patch
 
 from ..cohort.duplicates import cohort_of
+from ..cohort.identity import checked_rule
 from ..cohort.lookalikes import look_alikes
 from ..cohort.proof import SIDES, leaks, prove, refuse_leaks
 from ..contracts.batch import Batch
@@ -92,6 +93,7 @@ class Recipe(Use):
 
     def __post_init__(self):
         for name, low in self.least.items(): _check_number(name, getattr(self, name), low)
+        checked_rule(self.patient_rule)
 
     def __getstate__(self): return {k: v for k, v in vars(self).items() if k != "knobs"}  # of this process
 

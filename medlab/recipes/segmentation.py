@@ -16,6 +16,7 @@ import traitlets
 from fastcore.basics import patch
 
 from ..archive.segments import refuse_no_series, write_segments
+from ..cohort.identity import met_by_rule
 from ..core import UnknownName, UserError, derive_seed, optional, strict
 from ..losses.segmentation import SurfaceTerm, ce_loss, cldice_loss, dice_loss, supervised
 from ..memory.inference import sums_device
@@ -232,6 +233,7 @@ def _survey_files(recipe):
     known, channels = recipe.labels or found.names, _channels(found)
     table = LabelTable.of(known, found.names, found.ignore) if known else None
     options = dict(intensity=recipe.scale, channels=channels, resample=recipe.resample, table=table)
+    met_by_rule(found.cases, recipe.patient_rule)
     return _Survey(found, inspect_all(found.cases, progress=True, **options), channels, table)
 
 
