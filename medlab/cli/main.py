@@ -624,9 +624,9 @@ def check(argv) -> int:
     name, argv = option_word(argv, "--recipe")
     if not name and argv and (is_place(argv[0]) or (argv[0] in RECIPES and not Path(argv[0]).exists())):
         name, argv = argv[0], argv[1:]  # as medlab train takes it
-    name = name or "fast_ddpm"
+    named, name = bool(name), name or "fast_ddpm"
     cls = recipe_class(name)
-    fields, knobs, rest = options(cls, argv, check=True)
+    fields, knobs, rest = options(cls, argv, check=True, named=named)
     if rest["resume"]:
         raise UserError(f"check looks at what a new run would train on; leave out --resume: medlab train --resume "
             f"{rest['resume']} looks at its data before it goes on")
