@@ -246,16 +246,20 @@ def normal_options(
     return out
 
 # %% ../../nbs/cli/00_options.ipynb #3ed9b098
+_KINDS = dict(int="a whole number", float="a number", bool="true or false", str="a text", tuple="a list such as 1,2,3",
+    list="a list such as 1,2,3", dict="""a map such as '{"t1n": "*_T1.nii.gz"}'""")
+
+
 def explain(
     error:Exception,  # of jsonargparse
 ) -> str:  # one line
     "What jsonargparse complains about, in a user's words."
     text = " ".join(str(error).split())
     key, value = re.search(r'Parser key "(\w+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
-    kinds = re.findall(r"Expected an? <class '(\w+)'>", text)
+    kinds = re.findall(r"Expected (?:an? )?<class '(\w+)'>", text)
     if not (key and value and kinds): return text
-    types = " or ".join(dict.fromkeys(k for k in kinds if k != "NoneType"))
-    return f"{key[1]}={value[1]} must be {'a list such as 1,2,3' if 'tuple' in kinds else f'of type {types}'}"
+    told = dict.fromkeys(_KINDS.get(k, k) for k in (["tuple"] if "tuple" in kinds else kinds) if k != "NoneType")
+    return f"{key[1]}={value[1]} must be {' or '.join(told)}"
 
 # %% ../../nbs/cli/00_options.ipynb #26bb2367
 def checked_run(

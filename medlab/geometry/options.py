@@ -39,7 +39,8 @@ class DicomOptions:
 def _value(name, text):
     "The value of an option as text; None: it stands alone."
     if name == "stack": return text or ""
-    if text is None: return True if name in ("upright", "regular") else math.nan
+    if text is None or name in ("upright", "regular") and text.lower() == "true":
+        return True if name in ("upright", "regular") else math.nan
     if name == "upright": raise UserError(f"upright={text} takes no value; write upright, or leave it out")
     try: return float(text)
     except ValueError: raise UserError(f"{name}={text} must be a number, such as {name}=2.5") from None
