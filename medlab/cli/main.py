@@ -404,7 +404,8 @@ def _check_file(file, option="csv", example="scores.csv"):
     "Raise `UserError` for a table or a page that could not be written."
     place = file.absolute().parent
     if not place.is_dir(): raise UserError(f"--{option} {file}: the folder {place} does not exist; make it first")
-    if os.path.isdir(file): raise UserError(f"--{option} {file} is a folder; name a file in it, such as {file / example}")
+    if os.path.isdir(file):
+        raise UserError(f"--{option} {file} is a folder; name a file in it, such as {file / example}")
     if os.path.exists(file): why = "" if os.access(file, os.W_OK) else "what lies there cannot be changed"
     else: why = why_unwritable(place)
     if why: raise UserError(f"--{option} {file} cannot be written ({why}); choose another file")

@@ -133,7 +133,7 @@ def _add_check_options(p):
     "Add what `medlab check` alone has; it takes the data as a word of its own."
     p.add_argument("data", type=str, nargs="?", help="file or folder of cases, in the place of --data-root")
     p.add_argument("--csv", type=str, metavar="FILE", help="file for a table with a line for each case")
-    p.add_argument("--html", type=str, metavar="FILE", help="file for a page with a picture of each case, for a browser")
+    p.add_argument("--html", type=str, metavar="FILE", help="file for a page with a picture of each case")
     p.add_argument("--check_minutes", type=float, default=5.0, metavar="MINUTES",
         help="for which the samples of a recipe of one's own are read, at most; default %(default)g")
 

@@ -75,7 +75,7 @@ def lines(self:Pace,
     return [*out, f"{duration(step)} a step is long, on a CPU; {advice}"]
 
 # %% ../../nbs/cli/06_pace.ipynb #e8ebca89
-PAUSE, WAIT, AGAIN = 30.0, 3600.0, 300.0  # s between attempts to write the last checkpoint; until given up; between lines
+PAUSE, WAIT, AGAIN = 30.0, 3600.0, 300.0  # s between attempts to save at the end; in all; between lines
 
 
 class Room:
@@ -91,9 +91,9 @@ class Room:
         "Look whether a checkpoint was missed."
         if self.said or not self.trainer.saver.missed: return
         self.said = True
-        self.say(f"medlab: a checkpoint could not be written (see above), and training goes on. Make room on the disk of "
-            f"{self.trainer.path}: where there is none at the end, the last checkpoint is tried again every {PAUSE:g} s "
-            f"for {duration(WAIT)}, and Ctrl-C then gives it up")
+        self.say("medlab: a checkpoint could not be written (see above), and training goes on. Make room on the disk "
+            f"of {self.trainer.path}: where there is none at the end, the last checkpoint is tried again every "
+            f"{PAUSE:g} s for {duration(WAIT)}, and Ctrl-C then gives it up")
 
 
 def wait_line(
@@ -104,5 +104,5 @@ def wait_line(
 ) -> str:
     "How long the command waits for room, and how to end it."
     end = time.strftime("%H:%M", time.localtime(now() + left))
-    return (f"waiting for room, now: {free:,.0f} MB are free on the disk of {place}. The last checkpoint is tried again "
+    return (f"waiting for room: {free:,.0f} MB are free on the disk of {place}. The last checkpoint is tried again "
         f"every {pause:g} s for {duration(left)}, until {end}; Ctrl-C ends the wait and gives up what is not saved")

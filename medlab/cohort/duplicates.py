@@ -100,7 +100,7 @@ def _same_form(every):
 
 # %% ../../nbs/cohort/02_duplicates.ipynb #0f8459c8
 def _even(x):
-    "The part of forms (n, …) that no flip changes, as vectors: the distance of two is at most that of any flips of them."
+    "The part of forms (n, …) that no flip changes, as vectors; two are at most as far apart as any flips of them."
     for axis in range(1, x.ndim):
         x = (x + np.flip(x, axis)) / np.sqrt(2, dtype=np.float32)
         x = np.take(x, range(x.shape[axis] // 2), axis)

@@ -111,7 +111,8 @@ def _own_rule(rule):
     "The function of a name that a regular expression makes."
     try: pattern = re.compile(rule)
     except re.error as e:
-        raise UserError(f"patient_rule='{rule}' is no regular expression ({e}); such as 'P\\d+', or '(\\d+)_scan'") from e
+        raise UserError(f"patient_rule='{rule}' is no regular expression ({e}); such as 'P\\d+', or "
+                        "'(\\d+)_scan'") from e
 
     def own(name):
         "(patient, rule) of a name."
@@ -151,8 +152,9 @@ def met_by_rule(
     left = [c.name for c in cases if not pattern.search(c.name)]
     if not left: return cases
     if len(left) == len(cases): patients_of(left, rule)
-    warnings.warn(f"patient_rule='{rule}' matches nothing in {left[0]!r}" + f" and {len(left) - 1:,} more" * (len(left) > 1)
-        + f" of {len(cases):,} names; where these are sound cases, they are refused when all are read", stacklevel=3)
+    more = f" and {len(left) - 1:,} more" * (len(left) > 1)
+    warnings.warn(f"patient_rule='{rule}' matches nothing in {left[0]!r}{more} of {len(cases):,} names; where these "
+        "are sound cases, they are refused when all are read", stacklevel=3)
     return cases
 
 # %% ../../nbs/cohort/00_identity.ipynb #3e911d72

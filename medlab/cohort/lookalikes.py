@@ -72,9 +72,10 @@ def look_alikes(
     if not (groups := _groups(scans)): return []
     called = lambda g: [scans[p][0] if len(scans[p]) == 1 else p for p in g]  # of one scan as its user wrote it
     join = lambda g: f"{', '.join(g[:-1])} and {g[-1]}" if len(g) <= 4 else f"{', '.join(g[:3])} and {len(g) - 3} more"
-    named = "; ".join(join(called(g)) for g in groups[:most]) + f"; and {len(groups) - most:,} more such groups" * (len(groups) > most)
+    more = f"; and {len(groups) - most:,} more such groups" * (len(groups) > most)
+    named = "; ".join(join(called(g)) for g in groups[:most]) + more
     rule = next(filter(None, map(_rule, groups)), "P\\d+")
     rule += "|.*" * any(re.search(rule, n) is None for n in patients.of)
     return [f"look alike and count as different patients: {named}. Where they are one, say so by --patient-rule, an "
-        f"expression of what they share such as '{rule}', by a list with a column patient, or by names; where they are "
-        "not, nothing is to be done"]
+        f"expression of what they share such as '{rule}', or by a list with a column patient; where they are not, "
+        "nothing is to be done"]

@@ -20,7 +20,7 @@ class DicomOptions:
     "What is chosen where a series leaves it open; raises `UserError` for what cannot be."
     upright:bool = False  # resample a sheared stack to axes at right angles; False: the affine keeps the shear
     regular:object = None  # True: fill gaps between slices by interpolation; or their distance, mm; None: refuse gaps
-    stack:str = ""  # name of one of several stacks, as an error lists them; a series of one is read whole; "": the only one
+    stack:str = ""  # name of one of several stacks, as an error lists them; not needed in a series of one; "": that
     fill:float = None  # of voxels that no slice measured; None: the series' padding, or else its lowest value, of CT
                        # air (-1000 HU) where that is higher
 

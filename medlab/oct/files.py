@@ -223,7 +223,8 @@ def _count_of(paths):
             "(frame_001.png, frame_002.png, …), and keep what is of another volume in a folder of its own"), ()
     (step, _), *steps = Counter(b - a for a, b in zip(numbers, numbers[1:])).most_common()
     a, b = next(((a, b) for a, b in zip(numbers, numbers[1:]) if b - a != step), (0, 0))
-    told = f"its {len(numbers)} frames are counted from {numbers[0]} to {numbers[-1]}, and {b} follows {a}: is one missing?"
+    told = (f"its {len(numbers)} frames are counted from {numbers[0]} to {numbers[-1]}, and {b} follows {a}: is one "
+        "missing?")
     return "", (told,) * bool(steps)
 
 # %% ../../nbs/oct/02_files.ipynb #8cc4cecf

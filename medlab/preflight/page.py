@@ -298,7 +298,7 @@ def write_whole(
 ):
     "Write a text that appears whole or not at all; raises `UserError` where it cannot be written."
     path = Path(path)
-    if os.path.lexists(path) and not path.is_file(): raise UserError(f"{path} cannot be written: it is no ordinary file")
+    if os.path.lexists(path) and not path.is_file(): raise UserError(f"{path} cannot be written: no ordinary file")
     part = _part_of(path)
     try:
         with open(part, "w", encoding="utf-8", newline="") as f: f.writelines(parts)

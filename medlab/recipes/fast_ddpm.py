@@ -143,8 +143,8 @@ def _look(self:FastDDPM):
     "The `Check` of every case, or of the first phantoms."
     if not self.data_root: return inspect_cases(self._phantom_cases()[:4])
     needed = () if self.target == "any" else (self.target,)
-    found = find_cases(self.data_root, self.names)[:self.limit or None]
-    return inspect_cases(met_by_rule(found, self.patient_rule), self.resample, progress=True, at_least=2, required=needed)
+    found = met_by_rule(find_cases(self.data_root, self.names)[:self.limit or None], self.patient_rule)
+    return inspect_cases(found, self.resample, progress=True, at_least=2, required=needed)
 
 
 @patch
