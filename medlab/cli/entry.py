@@ -16,11 +16,11 @@ TRAIN = ("--config", "--run", "--recipe", "--resume", "--steps", "--device", "--
     "--tensorboard", "--debug", "--set", "--size", "--data_root")
 WORDS = dict(  # command → (what its words are, its options)
     train=(("recipe",), TRAIN), check=(("data",), (*TRAIN, "--check-minutes")),
-    predict=(("run", "input", "output"), ("--recipe", "--best", "--device")),
-    evaluate=(("run", "data"), ("--cases", "--best", "--beside", "--csv", "--recipe", "--device")),
-    embed=(("run", "data", "output"), ("--best", "--tokens", "--student", "--recipe", "--device")),
+    predict=(("run", "input", "output"), ("--recipe", "--best", "--device", "--dicom")),
+    evaluate=(("run", "data"), ("--cases", "--best", "--beside", "--csv", "--recipe", "--device", "--dicom")),
+    embed=(("run", "data", "output"), ("--best", "--tokens", "--student", "--recipe", "--device", "--dicom")),
     probe=(("run", "data"), ("--labels", "--masks", "--target", "--probes", "--scratch-steps", "--share", "--seed",
-        "--best", "--csv", "--recipe", "--device")),
+        "--best", "--csv", "--recipe", "--device", "--dicom")),
     export=(("run", "out"), ("--form", "--weights", "--step", "--overwrite", "--recipe")),
     fork=(("run",), ("--at", "--set", "--fix", "--run", "--replay", "--timeout", "--recipe")),
     prove=(("run",), ("--set", "--combined", "--at", "--steps", "--seeds", "--aa", "--cases", "--draws", "--margin",

@@ -134,12 +134,14 @@ def evaluate_run(
     device:str=None,  # torch device; None: the GPU if there is one
     cls:type=None,  # of the run's recipe; None: as the run remembers it
     beside=None,  # another run of the same recipe, scored on the same cases; None: none
+    dicom:str=None,  # see `Use.read_dicom_as`
     **options,  # of `score_options`
 ) -> tuple:  # (`Table`, step of the weights)
     "Score cases with what a run has learned. Raises `UserError` where it has no checkpoint, or no case can be scored."
     if cases is not None and cases < 1: raise UserError(f"cases={cases} must be at least 1")
     recipe, model, step = load_model(run, device, best, cls)
     recipe.check_options(**options)
+    recipe.read_dicom_as(dicom)
     other = _beside(run, beside, type(recipe), device, best) if beside else None
     recipe, names, faults = _set_up(run, data, recipe, Run(run).meta["data"])
     table = _score(recipe, model, names[:cases] if names else cases, options)

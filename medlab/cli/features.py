@@ -46,9 +46,10 @@ def embed_run(
     cls:type=None,  # see `trained_encoder`
     tokens:bool=False,  # keep the tokens of the middle of each scan, too
     student:bool=False,  # by the student; False: by its teacher, the average
+    dicom:str=None,  # see `trained_encoder`
 ) -> tuple:  # (`FeatureSet`, [(name, reason), …] of the scans that are left out)
     "Features of scans by the encoder of a run; raises `UserError` where there is none, or no scan can be read."
-    t = trained_encoder(run, best, device, cls)
+    t = trained_encoder(run, best, device, cls, dicom)
     encoder = t.model.student.encoder if student else t.model.encoder
     found, out = t.recipe.embed({"": encoder}, scans_of(t, data), tokens=tokens)
     found.about = dict(run=str(run), step=t.step, network="student" if student else "teacher", config=t.recipe.config())
@@ -216,12 +217,13 @@ def probe_run(
     masks=None,  # folder of label volumes, see `label_folder`; None: none
     scratch_steps:int=0,  # updates of the same network on the labels alone; 0: off
     layer_steps:int=300,  # updates of the heads of layers
+    dicom:str=None,  # see `trained_encoder`
 ) -> ProbeTable:
     "What the frozen encoder of a run knows of labels; raises `UserError` where nothing can be learned or judged."
     for p in probes or ():
         if p not in PROBES: raise UnknownName("probe", p, PROBES)
     if scratch_steps < 0: raise UserError(f"scratch_steps={scratch_steps} must be 0 (off) or more")
-    t = trained_encoder(run, best, device, cls)
+    t = trained_encoder(run, best, device, cls, dicom)
     cases = scans_of(t, data)
     if volumes := _label_volumes(cases, labels, masks):
         if probes or scratch_steps or target:

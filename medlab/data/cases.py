@@ -214,6 +214,7 @@ class Finding:
     modality:str  # "": the case as a whole
     text:str  # value, rule and remedy
     fatal:bool = True  # the case goes to quarantine; False: a note
+    ordinary:bool = False  # what is told of every case, such as its labels, makes no note of one
 
     def __str__(self): return f"{self.modality}: {self.text}" if self.modality else self.text
 
@@ -253,9 +254,10 @@ def say(self:Check,
     modality:str,  # "": the case as a whole
     text:str,  # value, rule and remedy
     fatal:bool=True,  # False: a note
+    ordinary:bool=False,  # see `Finding`
 ):
     "Add a finding."
-    self.findings.append(Finding(self.case.name, modality, text, fatal))
+    self.findings.append(Finding(self.case.name, modality, text, fatal, ordinary))
 
 
 @patch

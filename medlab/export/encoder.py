@@ -27,9 +27,11 @@ def trained_encoder(
     best:bool=False,  # the weights that validation found best; False: the newest
     device:str=None,  # torch device; None: the GPU if there is one
     cls:type=None,  # of the run's recipe; None: as the run remembers it
+    dicom:str=None,  # see `Use.read_dicom_as`
 ) -> Trained:
     "What a run has learned; raises `UserError` where that is no encoder of volumes, or was never saved."
     recipe, model, step = load_model(run, device, best, cls)
     if not hasattr(recipe, "embed") or not hasattr(model, "encoder"):
         raise UserError(f"{run} is a run of {recipe.name}, which gives no features; a run of vjepa3d does")
+    recipe.read_dicom_as(dicom)
     return Trained(recipe, model, step)

@@ -20,8 +20,9 @@ class DicomOptions:
     "What is chosen where a series leaves it open; raises `UserError` for what cannot be."
     upright:bool = False  # resample a sheared stack to axes at right angles; False: the affine keeps the shear
     regular:object = None  # True: fill gaps between slices by interpolation; or their distance, mm; None: refuse gaps
-    stack:str = ""  # name of one of several stacks, as an error lists them; "": the only one
-    fill:float = None  # of voxels that no slice measured; None: the series' padding, or its lowest value
+    stack:str = ""  # name of one of several stacks, as an error lists them; not needed in a series of one; "": that
+    fill:float = None  # of voxels that no slice measured; None: the series' padding, or else its lowest value, of CT
+                       # air (-1000 HU) where that is higher
 
     def __post_init__(self):
         r = self.regular
@@ -38,7 +39,8 @@ class DicomOptions:
 def _value(name, text):
     "The value of an option as text; None: it stands alone."
     if name == "stack": return text or ""
-    if text is None: return True if name in ("upright", "regular") else math.nan
+    if text is None or name in ("upright", "regular") and text.lower() == "true":
+        return True if name in ("upright", "regular") else math.nan
     if name == "upright": raise UserError(f"upright={text} takes no value; write upright, or leave it out")
     try: return float(text)
     except ValueError: raise UserError(f"{name}={text} must be a number, such as {name}=2.5") from None

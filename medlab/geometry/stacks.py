@@ -91,12 +91,10 @@ def one_stack(
     stacks = stacks_of(path, slices)
     asked = None if stack is None else str(stack)
     if asked in stacks: return stacks[asked]
-    if len(stacks) == 1 and asked in (None, "1", str(slices[0].stack)): return slices
+    if len(stacks) == 1: return slices  # whatever was asked for: there is nothing to choose, which the reader says
     why = _why(stacks) if asked is None else f"has no stack {printable(asked, 32)!r}"
     first = [*stacks][0]
     choose = f"choose one by its name, such as stack={first!r} (--dicom stack={first})"
-    such = choose if len(stacks) > 1 else "leave stack out"
     lines = [_line(name, g) for name, g in [*stacks.items()][:20]]
     more = [f"  and {len(stacks) - 20} more"] * (len(stacks) > 20)
-    n = f"{len(stacks)} stack{'s' * (len(stacks) > 1)}"
-    raise UserError("\n".join([f"{path}: {why}; it holds {n}; {such}:", *lines, *more]))
+    raise UserError("\n".join([f"{path}: {why}; it holds {len(stacks)} stacks; {choose}:", *lines, *more]))

@@ -202,6 +202,31 @@ def _vendor_cases(root, path):
     name = lambda i: path.stem + f"_{i}" * (len(volumes) > 1)
     return [_case(root, [path], "vendor", name(i), vendor_facts(path, v), index=i) for i, v in enumerate(volumes)]
 
+# %% ../../nbs/oct/02_files.ipynb #2c33ab0b
+def _counted(stems):
+    "The numbers that count images of one pattern, those with the fewest gaps; (): nothing counts them."
+    columns = zip(*([int(t) for t in re.findall(r"\d+", s)] for s in stems))
+    return min((c for c in columns if len({*c}) == len(c)), key=lambda c: max(c) - min(c), default=())
+
+
+def _count_of(paths):
+    "(why images are no frames of one volume or \"\", notes), of two or more in their order."
+    pattern = lambda p: re.sub(r"\d+", "#", _stem(p).lower())
+    (usual, _), *others = Counter(map(pattern, paths)).most_common()
+    odd = next((p for p in paths if pattern(p) != usual), None)
+    first = next(p for p in paths if pattern(p) == usual)
+    numbers = () if others else sorted(_counted([_stem(p) for p in paths]))
+    if not numbers:
+        why = (f"{odd.name} is not called as {first.name} is" if odd else
+            f"no number counts them from {paths[0].name} to {paths[-1].name}")
+        return (f"its {len(paths)} images are no frames of one volume: {why}; name frames alike but for a number "
+            "(frame_001.png, frame_002.png, …), and keep what is of another volume in a folder of its own"), ()
+    (step, _), *steps = Counter(b - a for a, b in zip(numbers, numbers[1:])).most_common()
+    a, b = next(((a, b) for a, b in zip(numbers, numbers[1:]) if b - a != step), (0, 0))
+    told = (f"its {len(numbers)} frames are counted from {numbers[0]} to {numbers[-1]}, and {b} follows {a}: is one "
+        "missing?")
+    return "", (told,) * bool(steps)
+
 # %% ../../nbs/oct/02_files.ipynb #8cc4cecf
 def _image_cases(root, paths):
     "Volumes of images: a TIFF of many pages is one, and so are the images of one format in a folder."
@@ -210,7 +235,10 @@ def _image_cases(root, paths):
         if p.name.lower().endswith(TIFF) and page_count(p) > 1: yield _case(root, [p], "tiff", _stem(p))
         elif p.name.lower().endswith(TIFF + RASTER): stacks.setdefault(p.suffix.lower(), []).append(p)
     for files in stacks.values():
-        yield _case(root, sorted(files, key=natural), "stack", files[0].parent.resolve().name)
+        files = sorted(files, key=natural)
+        fault, notes = _count_of(files) if len(files) > 1 else ("", ())
+        case = _case(root, files, "stack", files[0].parent.resolve().name, fault=fault)
+        yield replace(case, notes=(*case.notes, *notes))
 
 
 def _dicom_and_torn(files):

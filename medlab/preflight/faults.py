@@ -25,7 +25,7 @@ _KINDS_OF_REASON = (
     ("pixels damaged", "cannot be (decoded|read)|truncated|ends early|is damaged|is empty"),
     ("too large", "and the limit is"), ("colours", "colours|alpha channel"),
     ("one frame only", "one frame only|2D image|one image"),
-    ("frames differ in size", "differ in size|cut alike"),
+    ("frames differ in size", "differ in size|cut alike"), ("images not counted", "no frames of one volume"),
     ("frames not in a row", "evenly|straight line|images, at each|volumes"),
     ("no ordinary file", "no ordinary file"), ("grids differ", "grids differ|differ in shape"),
     ("no label", "no label|without label|has no mask"), ("no image", "has no image"),

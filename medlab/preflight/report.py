@@ -9,7 +9,7 @@ __all__ = ['COLUMNS', 'SHOWN', 'Report']
 import csv
 import html
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from fastcore.basics import patch
@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..core import for_spreadsheet, printable, visible
 from .faults import dicom_table, html_row
 from .outliers import LIMIT, measures, outliers
-from .page import kinds_of, page, write_whole
+from .page import kinds_of, page, remarks, write_whole
 
 # %% ../../nbs/preflight/07_report.ipynb #003f56b5
 COLUMNS = ("case", "modalities", "voxels (z, y, x)", "spacing, mm", "1st…99th percentile", "finding")
@@ -50,6 +50,7 @@ class Report:
     "The checks of a data set as a table."
     checks:list  # of an inspection: case, shape, spacing, ranges, findings, facts and reason
     notes:tuple = ()  # what is to be said of all cases together, a sentence each
+    sides:dict = field(default_factory=dict)  # case → (patient, "train", "val" or "test"), once they are known
 
     @cached_property
     def outliers(self) -> list:
@@ -94,7 +95,7 @@ def title(self:Report) -> str:
 @patch(as_prop=True)
 def worst_first(self:Report) -> list:
     "The checks: those in quarantine, then those with notes, then the rest, as they were."
-    return sorted(self.checks, key=lambda c: 0 if c.reason else 1 if c.findings else 2)
+    return sorted(self.checks, key=lambda c: 0 if c.reason else 1 if remarks(c) else 2)
 
 
 @patch
@@ -130,8 +131,8 @@ def _records(self:Report):
     odd = {}
     for o in self.outliers: odd.setdefault(o.case, []).append(o)
     for c in self.worst_first:
-        mine = odd.get(c.case.name, [])
-        verdict = dict(case=c.case.name, verdict=kinds_of(c, mine)[0], reason=c.reason,
+        mine, (patient, side) = odd.get(c.case.name, []), self.sides.get(c.case.name, ("", ""))
+        verdict = dict(case=c.case.name, patient=patient, side=side, verdict=kinds_of(c, mine)[0], reason=c.reason,
             notes="; ".join(str(f) for f in c.findings if not f.fatal), modalities=" ".join(c.case.modalities),
             outlier="; ".join(o.measure for o in mine))
         yield {k: printable(v, 4000) for k, v in (verdict | c.facts.get("dicom", {})).items()} | measures(c)

@@ -17,6 +17,8 @@ import torch
 from fastcore.basics import patch
 
 from ..cohort.duplicates import cohort_of
+from ..cohort.identity import checked_rule
+from ..cohort.lookalikes import look_alikes
 from ..cohort.proof import SIDES, leaks, prove, refuse_leaks
 from ..contracts.batch import Batch
 from ..contracts.system import System
@@ -91,6 +93,7 @@ class Recipe(Use):
 
     def __post_init__(self):
         for name, low in self.least.items(): _check_number(name, getattr(self, name), low)
+        checked_rule(self.patient_rule)
 
     def __getstate__(self): return {k: v for k, v in vars(self).items() if k != "knobs"}  # of this process
 
@@ -247,7 +250,8 @@ def _divided_info(self:Recipe, cohort, given, shares):
         folds=self.cv_folds, fold=self.cv_fold, **shares)
     proof = prove(sides, cohort.patients, cohort.prints, cohort.copies, found, **how)
     return dict(split=dataclasses.asdict(self.split), patients=len({*map(whose.__getitem__, self.split.names)}),
-        identity=str(cohort.patients), copies=[str(c) for c in cohort.copies], leaks=found, proof=proof)
+        identity=str(cohort.patients), copies=[str(c) for c in cohort.copies], leaks=found, proof=proof,
+        look_alikes=look_alikes(cohort.patients))
 
 # %% ../../nbs/recipes/00_base.ipynb #961c3a61
 @patch

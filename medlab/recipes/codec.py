@@ -17,6 +17,7 @@ from monai.apps.generation.maisi.networks.autoencoderkl_maisi import Autoencoder
 from torch import Tensor
 
 from ..cohort.fingerprint import fingerprint
+from ..cohort.identity import met_by_rule
 from ..core import CaseFault, UserError, derive_seed, generator, strict
 from ..data.cache import ByteCache
 from ..data.cases import Check, inspect_each
@@ -154,7 +155,8 @@ def _look(self:Codec):
     shape = tuple(2 * s for s in self.image_size)
     seeds = (derive_seed(self.seed, "phantom", i) % 10**6 for i in range(self.phantoms))
     field = dict(shape=shape, spacing=tuple(128 / s for s in shape))
-    found = self.find(self.data_root) if self.data_root else [SlicePhantom(s, **field) for s in seeds]
+    if self.data_root: found = met_by_rule(self.find(self.data_root), self.patient_rule)
+    else: found = [SlicePhantom(s, **field) for s in seeds]
     return inspect_each(partial(inspect_thin, least=self.image_size), found, doing="checking scans")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
+from ..cohort.identity import met_by_rule
 from ..core import UnknownName, UserError, derive_seed, generator, strict
 from ..losses.diffusion import PREDICTIONS, Schedule, add_noise, antithetic, ddim_sample, diffusion_losses
 from ..losses.diffusion import target, time_points
@@ -142,7 +143,7 @@ def _look(self:FastDDPM):
     "The `Check` of every case, or of the first phantoms."
     if not self.data_root: return inspect_cases(self._phantom_cases()[:4])
     needed = () if self.target == "any" else (self.target,)
-    found = find_cases(self.data_root, self.names)[:self.limit or None]
+    found = met_by_rule(find_cases(self.data_root, self.names)[:self.limit or None], self.patient_rule)
     return inspect_cases(found, self.resample, progress=True, at_least=2, required=needed)
 
 

@@ -12,6 +12,7 @@ import torch
 import traitlets
 from fastcore.basics import patch
 
+from ..cohort.identity import met_by_rule
 from ..core import UnknownName, UserError, derive_seed, strict
 from ..losses.frequency import amplitude_phase, charbonnier, fft_loss, l1
 from ..memory.inference import sums_device
@@ -204,6 +205,7 @@ def _look(recipe):
     found = find_pairs(recipe.data_root, recipe.pattern) if recipe.data_root else dict(all=recipe._phantoms())
     looked = {p.name: p for ps in found.values() for p in ps}.values() if recipe.data_root else found["all"][:2]
     options = dict(degradation=recipe.degradation, depth=recipe.depth, progress=True)
+    if recipe.data_root: met_by_rule(looked, recipe.patient_rule)
     return found, inspect_pairs(looked, recipe.spatial_dims, **options)
 
 

@@ -16,6 +16,7 @@ import traitlets
 from fastcore.basics import patch
 
 from ..archive.segments import refuse_no_series, write_segments
+from ..cohort.identity import met_by_rule
 from ..core import UnknownName, UserError, derive_seed, optional, strict
 from ..losses.segmentation import SurfaceTerm, ce_loss, cldice_loss, dice_loss, supervised
 from ..memory.inference import sums_device
@@ -232,6 +233,7 @@ def _survey_files(recipe):
     known, channels = recipe.labels or found.names, _channels(found)
     table = LabelTable.of(known, found.names, found.ignore) if known else None
     options = dict(intensity=recipe.scale, channels=channels, resample=recipe.resample, table=table)
+    met_by_rule(found.cases, recipe.patient_rule)
     return _Survey(found, inspect_all(found.cases, progress=True, **options), channels, table)
 
 
@@ -298,7 +300,8 @@ def preflight(self:Segmentation) -> Report:
     "Every case, and the labels that it holds; as `setup` will see them."
     survey = self.read_ahead(lambda: _survey(self))
     for c, ids in survey.checked:
-        if ids: c.say("label", f"holds {_listed(ids)}" + (f" ({told})" if (told := volumes_in_words(c)) else ""), False)
+        told = volumes_in_words(c)
+        if ids: c.say("label", f"holds {_listed(ids)}" + f" ({told})" * bool(told), fatal=False, ordinary=True)
     checks, sound = [c for c, _ in survey.checked], survey.ids()
     if not sound: return Report(checks, ())
     notes = label_notes(sound, survey.table_of(sound), "sound ")
@@ -418,7 +421,7 @@ def segment(
 ) -> Volume:  # ids on the case's grid
     "Label a case with the ids of its data set."
     made = classes_of(probabilities(recipe, model, whole.image, **options), threshold, largest)
-    return Volume(recipe.table.decode(made), whole.like.affine, "labels", whole.like.grid)
+    return Volume(recipe.table.decode(made), whole.like.affine, "labels", whole.like.grid, whole.like.notes)
 
 # %% ../../nbs/recipes/03_segmentation.ipynb #6d5a769e
 @dataclass(frozen=True, eq=False, repr=False)

@@ -18,6 +18,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
+from ..cohort.identity import met_by_rule
 from ..core import CaseFault, UnknownName, UserError, derive_seed, generator, strict
 from ..contracts.system import System
 from ..data.images import is_volume
@@ -240,7 +241,7 @@ def _look(self:SliceInterpolation):
     "The `Check` of every case, or of the first phantoms."
     if not self.data_root: return inspect_slices(self._phantoms()[:2], **self._profile())
     found = find_slices(self.data_root, self.factor, dicom=DicomOptions.of(self.dicom))[:self.limit or None]
-    return inspect_slices(found, progress=True, **self._profile())
+    return inspect_slices(met_by_rule(found, self.patient_rule), progress=True, **self._profile())
 
 # %% ../../nbs/recipes/07_slice_interpolation.ipynb #5bf9f08d
 @patch

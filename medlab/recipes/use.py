@@ -17,6 +17,7 @@ from fastcore.basics import patch
 
 from ..core import UserError, at_line, nearest, place_of, why_unwritable, with_own_line
 from ..data.volume import Volume, write_volume
+from ..geometry.options import DicomOptions
 from ..memory.inference import doing
 from ..memory.oom import is_oom
 from .table import Table, _number
@@ -195,6 +196,18 @@ def check_options(self:Use,
 ):
     "Raise `UserError` for options that fit no case; the default knows of none."
 
+
+# %% ../../nbs/recipes/11_use.ipynb #91f70b7d
+@patch
+def read_dicom_as(self:Use,
+    text:str=None,  # such as "upright, stack=2", see `DicomOptions.of`; None: as the recipe's field `dicom` says
+):
+    "Choose how DICOM is read from now on where a series leaves it open; raises `UserError` where there is no choice."
+    if text is None: return
+    if not hasattr(self, "dicom"):
+        raise UserError(f"--dicom {text}: {type(self).__name__} reads no DICOM series, so there is nothing to choose; "
+            "leave --dicom out")
+    self.dicom = str(DicomOptions.of(text))
 
 # %% ../../nbs/recipes/11_use.ipynb #b7c48d53
 @patch

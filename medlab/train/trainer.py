@@ -254,6 +254,7 @@ def set_up_notices(
         for case, reason in info.get("quarantined", ())]
     out += [Notice("quarantine", f"{case} of {part} is not among the sound cases any more: it is left out", "warning")
         for case, part in info.get("split", {}).get("gone", {}).items()]
+    out += [Notice("look_alikes", text, "warning") for text in info.get("look_alikes", ())]
     out += [Notice("copies", text, "warning") for text in told(info.get("copies", ()))]
     out += [Notice("leak", text, "warning") for text in told(info.get("leaks", ()))]
     return out + [Notice("data", text, level) for level, text in info.get("notes", ())]

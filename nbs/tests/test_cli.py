@@ -83,7 +83,7 @@ WRONG = [  # (options, what the line says); {root} is the folder of the fixture
     ("--batch-size 0", "batch_size=0 must be an integer ≥ 1"),
     ("--steps 0", "steps=0 must be an integer ≥ 1"),
     ("--steps -5", "steps=-5 must be an integer ≥ 1"),
-    ("--steps 1.5", "steps=1.5 must be of type int"),
+    ("--steps 1.5", "steps=1.5 must be a whole number"),
     ("--threads -1", "threads=-1 must be an integer ≥ 1"),
     ("--device cudaa", "device='cudaa' cannot be used", "try cpu"),
     ("--optimizer Adamm", "optimizer='Adamm' is no class of torch.optim; try AdamW"),
@@ -115,7 +115,7 @@ def test_wrong_options(root, tmp_path, options, words):
     ("lr: -1", ["lr=-1 is refused"]),
     ("threads: '2'", ["threads='2' must be an integer ≥ 1"]),
     ("device: 3", ["device=3 must be a text"]),
-    ("limit: many", ["limit=many must be of type int"]),
+    ("limit: many", ["limit=many must be a whole number"]),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_wrong_config(tmp_path, text, words):
     (tmp_path / "f.yml").write_text(text)
@@ -144,7 +144,7 @@ def test_an_empty_config_is_none(tmp_path):
     ("predict {root}/damaged {root}/cases {root}/o", ["is damaged"]),
     ("predict {root}/run {root}/empty {root}/o", ["no case in"]),
     ("predict {root}/run {root}/cases {root}/o --samples 0", ["--samples 0 must be at least 1"]),
-    ("predict {root}/run {root}/cases {root}/o --seed x", ["seed=x must be of type int"]),
+    ("predict {root}/run {root}/cases {root}/o --seed x", ["seed=x must be a whole number"]),
     ("predict {root}/run {root}/cases {root}/o --device cudaa", ["device='cudaa' cannot be used"]),
     ("predict {root}/run {root}/cases {root}/o.nii.gz", ["holds 4 cases; give a folder as output"]),
     ("predict {root}/run {root}/cases/PHANTOM-0001 {root}/o", ["lacks nothing; say which to synthesize: modality=t1n or"]),

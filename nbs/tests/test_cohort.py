@@ -1,4 +1,5 @@
 """Patients by thirty ways to name them, copies among them; real data without false alarms; lists that leak; split.json."""
+import csv
 import gzip
 import itertools
 import json
@@ -75,6 +76,7 @@ def test_no_way_to_name_patients_parts_them_or_their_copies(tmp_path, ways):
             made = FastDDPM(seed=seed).divide(patient, val=0.2, test=0.2, checks=checks)
             sides = {n: s for s in ("train", "val", "test") for n in made["split"][s]}
             assert all(sides[a] == sides[b] for a, b in itertools.combinations(patient, 2) if patient[a] == patient[b]), (way, seed)
+            assert not made["look_alikes"], made["look_alikes"]
             assert len({*sides.values()}) == 3 and made["patients"] == 8 and made["proof"]["states"] == "no patient and no hash lies on two sides", (way, seed)
         places = [*truth]
         for i, name in enumerate(PLANTED):
@@ -131,7 +133,7 @@ def test_no_false_alarm_on_real_volumes():
 
 @needs_data
 def test_every_planted_copy_of_real_volumes_is_found():
-    kinds = dict(scaled=lambda x: 0.013 * x + 5, cropped=lambda x: x[1:, 1:-2, :-1], resampled=lambda x: ndimage.zoom(x, 0.7, order=1, grid_mode=True, mode="nearest"),
+    kinds = dict(mirrored=lambda x: x[:, :, ::-1], upside_down=lambda x: 2 * x[::-1, ::-1], scaled=lambda x: 0.013 * x + 5, cropped=lambda x: x[1:, 1:-2, :-1], resampled=lambda x: ndimage.zoom(x, 0.7, order=1, grid_mode=True, mode="nearest"),
         bytes=lambda x: np.rint(255 * (x - x.min()) / np.ptp(x)))
     images = {n: x for n, x, mask in volumes() if not mask and "hippocampus" in n}
     prints = {n: dict(image=fingerprint(x)) for n, x in images.items()}
@@ -140,6 +142,38 @@ def test_every_planted_copy_of_real_volumes_is_found():
         found = find_copies(prints | again)
         pairs = {frozenset(c.cases) for c in found}
         assert pairs == {frozenset((n, f"again/{n}")) for n in images}, (kind, len(pairs))
+
+
+# ---- names that look alike, and the table
+
+@pytest.mark.parametrize("names, says", [(("MR001_a", "MR001_b", "MR002", "MR003"), "MR001_a and MR001_b"), (("Anna", "Anna - Kopie", "Bert", "Carl"), "Anna and Anna - Kopie"),
+    (("P01", "p01", "sub-P01", "P02"), "P01, p01 and sub-P01"), (("P01", "P02", "P03", "P04"), "")])
+def test_names_that_look_alike_are_told_and_not_joined(tmp_path, names, says):
+    "At check and at the start of training, with what joins them; and the table says whose scan is on which side."
+    for i, name in enumerate(names):
+        save(field(i), tmp_path / f"data/images/{name}.nii.gz")
+        save((field(i) > 520) + 0, tmp_path / f"data/labels/{name}.nii.gz", dtype=np.uint8)
+    options = ("--val", 0.25, "--test", 0.25)
+    status, out, err = checked(tmp_path / "data", "--csv", tmp_path / "cases.csv", "--html", tmp_path / "cases.html", *options)
+    assert status == 0 and "of 4 patients" in out and (f"look alike and count as different patients: {says}. Where" in err if says else "look alike" not in err), (out, err)
+    assert ("look alike" in (tmp_path / "cases.html").read_text("utf-8")) == bool(says)
+    rows = {r["case"]: r for r in csv.DictReader((tmp_path / "cases.csv").open(newline="", encoding="utf-8"))}
+    assert {n: r["patient"] for n, r in rows.items()} == {n: n.replace(" - ", " ") for n in names} and sorted(r["side"] for r in rows.values()) == ["test", "train", "train", "val"]
+    status, out, err = said("train", "segmentation", *TINY, "--data-root", tmp_path / "data", *options, "--run", tmp_path / "run")
+    assert status == 0 and ("look alike" in err) == bool(says), err
+    assert [r["side"] for r in rows.values()] == [next(s for s, ns in Run(tmp_path / "run").meta["data"]["split"].items() if s in ("train", "val", "test") and n in ns) for n in rows]
+    if names[0] == "MR001_a":
+        status, out, err = checked(tmp_path / "data", "--patient-rule", r"MR\d+", *options)
+        assert status == 0 and "of 3 patients" in out and "look alike" not in err, (out, err)
+
+
+def test_what_needs_no_reading_is_refused_before_it(labelled, monkeypatch):
+    "An expression that is none, or meets no name; a table that cannot be written."
+    from medlab.preflight import each
+    monkeypatch.setattr(each, "files_of", None)  # the first thing that reading needs
+    for argv, says in ((("--patient-rule", "("), "is no regular expression"), (("--patient-rule", "Q"), "matches nothing in 'P0'"), (("--csv", labelled / ("x" * 240)), "name too long"), (("--html", "/nowhere/a.html"), "does not exist")):
+        status, out, err = checked(labelled, *argv)
+        assert status == 2 and says in err and "Traceback" not in err, (argv, err)
 
 
 # ---- lists and folders that leak

@@ -22,7 +22,7 @@ from pydicom.uid import (CTImageStorage, EnhancedCTImageStorage, EnhancedMRImage
                          OphthalmicTomographyImageStorage, generate_uid)
 from pydicom.valuerep import format_number_as_ds
 
-from medlab import recipes
+from medlab import Trainer, recipes
 from medlab.core import UserError
 from medlab.data.dicom import read_dicom
 from medlab.data.label_files import find_labelled
@@ -33,6 +33,7 @@ from medlab.oct.scans import read_oct_dicom
 from medlab.slices.coding import content_of
 from medlab.slices.files import FILL, find_slices
 from medlab.slices.pairs import load_slices
+from test_cli import said
 
 TIMES = int(os.environ.get("MEDLAB_EXAMPLES", "1"))
 DATA = Path(os.environ.get("MEDLAB_DATA", Path(__file__).parents[2] / "../shared/data")) / "dicom"
@@ -473,6 +474,37 @@ def test_a_tilted_series_is_refused_and_read_upright_for_slices(tmp):
     back = read_dicom(made.folder)
     assert back.shape[0] == 60 and np.isclose(back.spacing[0], 0.6) and not any("sheared" in n for n in back.notes)
     with pytest.raises(UserError, match="out of the series"): write_series(thin, tmp / "no", tmp / "scan")
+
+
+def test_how_dicom_is_read_is_chosen_anew_where_a_model_is_used(tmp):
+    "A folder of a tilted series, of one of two stacks and of a plain one: --dicom for all of them, and each says what it made of it."
+    series = lambda step, n, size=(20, 24): dict(turn=np.eye(3), pixel=np.array([0.8, 0.8]), step=np.array(step), origin=np.array([1.0, -20, 300]), shape=(n, *size),
+        names=range(n), order=range(n), numbers="grow")
+    values = lambda s: np.random.default_rng(0).integers(-900, 900, s["shape"]).astype(np.int16)
+    for name, step in (("tilted", (0, 0.7, 3.0)), ("plain", (0, 0, 3.0))): write_classic(tmp / "scans" / name, s := series(step, 12), values(s))
+    two = write_classic(tmp / "scans/two", s := series((0, 0, 3.0), 10), values(s))
+    for ds in write_classic(tmp / "more", s := series((0, 0, 3.0), 12, (18, 24)), values(s)):
+        ds.SeriesInstanceUID = two[0].SeriesInstanceUID
+        ds.save_as(tmp / "scans/two" / f"more{ds.InstanceNumber}-{ds.ImagePositionPatient[2]}.dcm", enforce_file_format=True)
+    recipe = recipes.Segmentation(image_size=(16, 16, 16), filters=(4, 8, 8), phantoms=4, dicom="upright")
+    with Trainer(recipe, tmp / "run", threads=1) as t: t.fit(1, progress=False)
+    status, out, err = said("predict", tmp / "run", tmp / "scans/two", tmp / "no.nii.gz")
+    assert status == 2 and "choose one by its name, such as stack='1' (--dicom stack=1)" in err, err
+    (tmp / "scans.csv").write_text("image,label\n" + "".join(f"scans/{n},none.nii.gz\n" for n in ("tilted", "plain", "two")))
+    status, out, err = said("predict", tmp / "run", tmp / "scans.csv", tmp / "out", "--dicom", "stack=2")
+    assert status == 0 and {f.name for f in (tmp / "out").iterdir()} == {f"{n}-labels.nii.gz" for n in ("tilted", "plain", "two")}, (out, err)
+    assert read_volume(tmp / "out/two-labels.nii.gz").shape[0] == 12 and "medlab: two: stack 2: 10 images of other stacks" in err
+    assert all(f"medlab: {n}: stack=2 was not needed: this series is one stack" in err for n in ("plain", "tilted"))
+    assert "medlab: tilted: the stack is sheared by 13.1° (gantry tilt); the affine keeps it" in err, "no word of it was said before"
+    assert "sheared" not in "".join(line for line in err.splitlines() if "plain" in line)
+    status, out, err = said("predict", tmp / "run", tmp / "scans/tilted", tmp / "up.nii.gz")
+    assert status == 0 and "was made upright" in err and "hold" in err, "as the run was trained"
+    for command in ("predict", "evaluate", "embed", "probe"):
+        status, out, err = said(command, tmp / "run", *([tmp / "scans"] if command != "probe" else []), *dict(predict=["x"], embed=["x.npz"]).get(command, []), "--dicom", "uprigt")
+        assert status == 2 and ("did you mean" in err or "gives no features" in err), (command, err)
+    with Trainer(recipes.FastDDPM(**recipes.FastDDPM.tiny), tmp / "ddpm", threads=1) as t: t.fit(1, progress=False)
+    status, out, err = said("evaluate", tmp / "ddpm", "--dicom", "upright")
+    assert status == 2 and "FastDDPM reads no DICOM series" in err and "leave --dicom out" in err, err
 
 
 @pytest.mark.parametrize("kind", ["CT", "MR"])
