@@ -20,6 +20,7 @@ from pydicom.encaps import encapsulate
 from pydicom.sequence import Sequence
 from pydicom.uid import (ExplicitVRLittleEndian, JPEG2000Lossless, OphthalmicTomographyImageStorage,
                          generate_uid)
+from scipy.special import ndtri
 
 from ..core import UnknownName, UserError, derive_seed
 from ..data.volume import Volume
@@ -148,15 +149,23 @@ def _boundaries(rng, eye, thick, slow, fast, window, lower):
 _LENGTHS = dict(grains=(0.18, 16, 0.14), streaks=(0.18, 16, 1.1), rods=(2.0, 16, 0.14), columns=(0.18, 110, 0.14))
 
 
+def _normal_ranks(field):
+    "The field with the same values at each depth, quantiles of a normal distribution, in the order that they had."
+    z, y, x = field.shape
+    order = field.transpose(1, 0, 2).reshape(y, -1).argsort(1, kind="stable")
+    values = ndtri((np.arange(z * x) + 0.5) / (z * x))
+    made = np.empty(order.shape, np.float32)
+    np.put_along_axis(made, order, np.broadcast_to((values / values.std()).astype(np.float32), order.shape), 1)
+    return np.ascontiguousarray(made.reshape(y, z, x).transpose(1, 0, 2))
+
+
 def _field(rng, shape, sigma):
-    "(z, y, x) Gaussian noise blurred by sigma voxels along each axis, periodic, mean 0 and deviation 1 at each depth."
+    "(z, y, x) noise blurred by sigma voxels along each axis, periodic, with the same normal values at each depth."
     blur = [np.exp(-2 * (np.pi * s * f) ** 2) for s, f in
             zip(sigma, (*(np.fft.fftfreq(n) for n in shape[:2]), np.fft.rfftfreq(shape[2])))]
     spectrum = scipy.fft.rfftn(rng.standard_normal(shape, np.float32))
     spectrum *= np.einsum("z,y,x->zyx", *blur).astype(np.float32)
-    made = scipy.fft.irfftn(spectrum, shape)
-    made -= made.mean((0, 2), keepdims=True)
-    return made / np.maximum(made.std((0, 2), keepdims=True), 1e-6)
+    return _normal_ranks(scipy.fft.irfftn(spectrum, shape))
 
 
 def _texture(rng, kind, shape, spacing):
