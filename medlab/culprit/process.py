@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COMMAND', 'TURN', 'work', 'find_in_process', 'find']
 
-# %% ../../nbs/culprit/07_process.ipynb #d68daa6e
+# %% ../../nbs/culprit/07_process.ipynb #9b0d977f
 import json
 import os
 import subprocess
@@ -24,7 +24,7 @@ from ..recipes.origin import stored_class
 from ..run.directory import Run
 from ..train.worker import trained_here
 
-# %% ../../nbs/culprit/07_process.ipynb #d4eec8cc
+# %% ../../nbs/culprit/07_process.ipynb #a6610a77
 COMMAND = "import json, sys; from medlab.culprit.process import work; work(**json.loads(sys.argv[1]))"
 
 
@@ -50,7 +50,7 @@ def work(
     torch.save(answer, f"{out}.part")
     os.replace(f"{out}.part", out)
 
-# %% ../../nbs/culprit/07_process.ipynb #d9c867eb
+# %% ../../nbs/culprit/07_process.ipynb #2e07cd28
 TURN = 0.05  # s between two looks at the process
 
 
@@ -72,7 +72,7 @@ def _waited(process, step, timeout, stop):
                 "hangs, or a network too large for one thread; forward=False looks at the samples alone")
         time.sleep(TURN)
 
-# %% ../../nbs/culprit/07_process.ipynb #ab97a025
+# %% ../../nbs/culprit/07_process.ipynb #a65fc12f
 def find_in_process(
     path,  # run directory
     step:int,
@@ -105,11 +105,11 @@ def _ended(process, step, log):
     return (f"the process that looked at step {step} {how} and left no answer, as a scan does that ends whatever reads "
         f"it{': ' + said[-1] if said else ''}")
 
-# %% ../../nbs/culprit/07_process.ipynb #c6274bf4
-def _elsewhere(run, trust):
+# %% ../../nbs/culprit/07_process.ipynb #8eae657b
+def _elsewhere(run):
     "Why another process does not find the recipe; \"\" where it does."
     meta = run.meta
-    try: stored_class(run.path, meta.get("recipe") or ["", "", {}], meta.get("origin", {}), trust)
+    try: stored_class(run.path, meta.get("recipe") or ["", "", {}], meta.get("origin", {}))
     except UserError as e: return str(e)
     return ""
 
@@ -129,8 +129,8 @@ def find(
     trust, busy = (cls.__module__,) if own else (), trained_here()
     workers = ((run.meta.get("recipe") or [0, 0, {}])[2] or {}).get("workers", 0)
     apart = bool(busy or workers) if process is None else process
-    why = _elsewhere(run, trust) if apart else ""
-    if apart and (not why or cls is None): return find_in_process(run.path, step, timeout, stop, trust=trust, **asked)
+    why = _elsewhere(run) if apart and cls is not None and not own else ""
+    if apart and not why: return find_in_process(run.path, step, timeout, stop, trust=trust, **asked)
     if busy: raise UserError(_busy(busy, why))
     with seeded_with(0): return find_sample(run, step, cls=cls, **asked)
 
