@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REMEDY', 'recipe_then', 'Drawn', 'StepAgain', 'samples_again']
 
-# %% ../../nbs/culprit/03_samples.ipynb #b99d804b
+# %% ../../nbs/culprit/03_samples.ipynb #c0716912
 import warnings
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from ..recipes.origin import changed_source
 from ..run.directory import Run
 from ..train.state import moved_places, recipe_of
 
-# %% ../../nbs/culprit/03_samples.ipynb #34abcf86
+# %% ../../nbs/culprit/03_samples.ipynb #a45aadb5
 def recipe_then(
     run:Run,
     knobs:dict,  # in force at the step
@@ -47,7 +47,7 @@ def recipe_then(
         recipe.divide([n for part in ("train", "val", "test") for n in own.get(part, ())], own | dict(stored=True))
     return recipe
 
-# %% ../../nbs/culprit/03_samples.ipynb #1163e6b9
+# %% ../../nbs/culprit/03_samples.ipynb #52d578be
 @dataclass
 class Drawn:
     "A sample that a step drew."
@@ -76,7 +76,7 @@ class StepAgain:
     @property
     def cases(self) -> list: "Names of all that were drawn."; return [d.case for d in self.drawn]
 
-# %% ../../nbs/culprit/03_samples.ipynb #37a6878e
+# %% ../../nbs/culprit/03_samples.ipynb #3d8e981a
 def _read(loader, key, micro):
     "One sample, whatever becomes of it."
     sample, fault, index = loader.dataset[key]
@@ -90,7 +90,7 @@ def _drawn(loader, seen, n):
     order = iter(ResumableSampler(len(loader.dataset), r.batch_size, r.seed, seen))
     return [_read(loader, key, i) for i in range(n) for key in next(order)]
 
-# %% ../../nbs/culprit/03_samples.ipynb #b88d233a
+# %% ../../nbs/culprit/03_samples.ipynb #44aba529
 REMEDY = "the files have changed since, or the fault was planted; no other sample is shown in its place"
 
 
@@ -100,12 +100,14 @@ def _refuse_unlike(again):
     for d in again.drawn:
         now = d.bad or (d.fault and f"cannot be loaded: {d.fault.reason}")
         if d.case in told and not now:
-            raise UserError(f"{d.case} is sound as it is read now, and was not in step {step} ({told[d.case]}): {REMEDY}")
+            raise UserError(f"{d.case} is sound as it is read now, and was not in step {step} ({told[d.case]}): "
+                f"{REMEDY}")
         if d.case in told and d.bad and d.bad not in told[d.case]:
             raise UserError(f"{d.case} is another than in step {step}: now {d.bad}; then: {told[d.case]}; {REMEDY}")
         checked = d.fault or again.recipe.knobs.now.check_inputs
         if now and checked and d.case not in told and d.used:
-            raise UserError(f"{d.case} is another than in step {step}, of which nothing was said then: now {now}; {REMEDY}")
+            raise UserError(f"{d.case} is another than in step {step}, of which nothing was said then: now {now}; "
+                f"{REMEDY}")
 
 
 def _refuse_names(again):
@@ -117,7 +119,7 @@ def _refuse_names(again):
         f"the run recorded {', '.join(dict.fromkeys((*m.accused, *m.batch)))}: the data, the order or the versions are "
         "not those of then")
 
-# %% ../../nbs/culprit/03_samples.ipynb #86937755
+# %% ../../nbs/culprit/03_samples.ipynb #c3fc9101
 def _in_quarantine(run, mark):
     "(names that were not read any more, names that left the batch) before a step, by its events."
     first = min((e.id for e in mark.events), default=2**62)
@@ -136,7 +138,7 @@ def _leave_out(again, run):
         elif d.case in out: d.used, d.why = False, "its case was in quarantine"
     again.unread = unread | told
 
-# %% ../../nbs/culprit/03_samples.ipynb #c2a4169b
+# %% ../../nbs/culprit/03_samples.ipynb #0c0a4be8
 def _as_recorded(again):
     "Mark as used those that a skip names; raises `UserError` where the order is another."
     names, rest = list(again.mark.batch), iter(again.drawn)
@@ -149,7 +151,7 @@ def _as_recorded(again):
         d.used = any(d is u for u in used)
         d.why = "" if d.used else d.why or "it was not in the batch, of which no event says why"
 
-# %% ../../nbs/culprit/03_samples.ipynb #c832d0bb
+# %% ../../nbs/culprit/03_samples.ipynb #6f2ff7b3
 def _prepared(again, micro):
     "A micro-batch as the network got it; None where nothing was left."
     r, step = again.recipe, again.mark.step
@@ -164,7 +166,7 @@ def _prepared(again, micro):
     used = [d.used for d in group]
     return batch if all(used) or batch.size != len(group) else batch.select(used)
 
-# %% ../../nbs/culprit/03_samples.ipynb #a34382f7
+# %% ../../nbs/culprit/03_samples.ipynb #be1d0ef1
 @patch
 def make_batch(self:StepAgain) -> StepBatch:
     "What the network got; its micro-batches are empty where nothing was left."
@@ -181,7 +183,7 @@ def _compare(self:StepAgain):
     elif not m.batch: self.notes.append("of this step only the case at fault was recorded by name, not its batch")
     if self.place.size is None: self.notes.append("how large the dataset was is not recorded")
 
-# %% ../../nbs/culprit/03_samples.ipynb #425eb238
+# %% ../../nbs/culprit/03_samples.ipynb #9bc967af
 def samples_again(
     run:Run,
     mark:Mark,

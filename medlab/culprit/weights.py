@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Weights', 'kept_before', 'weights_before', 'step_then', 'Look', 'look_again']
 
-# %% ../../nbs/culprit/05_weights.ipynb #0ff17747
+# %% ../../nbs/culprit/05_weights.ipynb #c6f8b741
 import math
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from ..step.speed import eager
 from ..step.step import Step
 from ..train.state import build_optimizer, build_system, upgraded
 
-# %% ../../nbs/culprit/05_weights.ipynb #e9036ed7
+# %% ../../nbs/culprit/05_weights.ipynb #1c8a0d7b
 @dataclass(frozen=True)
 class Weights:
     "What a network is given for a look at an earlier step."
@@ -36,11 +36,12 @@ class Weights:
     notes:tuple = ()  # why newer ones were passed over
 
     def __str__(self):
-        whose = f"the checkpoint of step {self.step}" if self.state is not None else "the start of the run, before any step"
+        saved = self.state is not None
+        whose = f"the checkpoint of step {self.step}" if saved else "the start of the run, before any step"
         if not self.behind: return f"the weights of the step itself, from {whose}"
         return f"the weights are those of {whose}, {self.behind} step{'s' * (self.behind > 1)} behind"
 
-# %% ../../nbs/culprit/05_weights.ipynb #dc3195ea
+# %% ../../nbs/culprit/05_weights.ipynb #452bf72d
 def _before(db, mark):
     "Segments up to a mark: (step after which it begins, time)."
     return [(step, time) for _, step, time, _ in segments_of(db, math.inf, math.inf) if time <= mark.until]
@@ -61,7 +62,7 @@ def weights_before(
     run:Run,
     mark:Mark,
 ) -> Weights:
-    "The newest weights at or before a step. Raises `UserError` where there are none, as in a fork without a checkpoint."
+    "The newest weights at or before a step. Raises `UserError` where there are none, as in some forks."
     notes = []
     for r in kept_before(run, mark):
         try: state = upgraded(read_state(run.path / "checkpoints" / r["file"], r["sha256"]))
@@ -72,7 +73,7 @@ def weights_before(
     if not run.lineage: return Weights(0, mark.step - 1, None, tuple(notes))
     raise UserError("; ".join(["no checkpoint of this fork at or before the step is kept", *notes]))
 
-# %% ../../nbs/culprit/05_weights.ipynb #335cec0e
+# %% ../../nbs/culprit/05_weights.ipynb #ddf65cad
 def step_then(
     recipe,  # set up, with the knobs in force
     weights:Weights,
@@ -92,7 +93,7 @@ def step_then(
     step.audited = True
     return step
 
-# %% ../../nbs/culprit/05_weights.ipynb #76a643c2
+# %% ../../nbs/culprit/05_weights.ipynb #d7578cf5
 @dataclass(frozen=True)
 class Look:
     "What a second look at the passes of a step showed."
@@ -106,7 +107,7 @@ class Look:
     activation:torch.Tensor = None  # (b, …) what the module gave, or the gradient of that; None: nothing to be kept
     names:tuple = ()  # of the samples along its first axis
 
-# %% ../../nbs/culprit/05_weights.ipynb #821f0eea
+# %% ../../nbs/culprit/05_weights.ipynb #de0240e1
 def _kept(step, name, forward):
     "(a list for what a module gives that is not finite, the hook that fills it)."
     found, module = [], step.model.get_submodule(name)
@@ -134,7 +135,7 @@ def _activation(step, iteration, i, batch, name, forward):
     finally: hook.remove()
     return found[0] if found else None
 
-# %% ../../nbs/culprit/05_weights.ipynb #2b090b3c
+# %% ../../nbs/culprit/05_weights.ipynb #a232e21b
 def look_again(
     recipe,  # set up, with the knobs in force
     batch:StepBatch,  # of the step, see `StepAgain.make_batch`

@@ -72,7 +72,8 @@ def read_click(
     run, kind, *steps = (message.get(k) for k in ("run", "kind", "first", "last", "at"))
     sound = isinstance(run, int) and not isinstance(run, bool) and 0 <= run < runs and kind in kinds
     if not sound or not all(map(_is_step, steps)) or not steps[0] <= steps[1]:
-        raise UserError(f"{plain(message, 120)} is no mark of one of {runs} runs; its kind must be of {', '.join(kinds)}")
+        raise UserError(f"{plain(message, 120)} is no mark of one of {runs} runs; its kind must be of "
+            f"{', '.join(kinds)}")
     return Clicked(run, kind, int(steps[0]), int(steps[1]), float(steps[2]))
 
 # %% ../../nbs/widgets/05_curves.ipynb #b59e95ee

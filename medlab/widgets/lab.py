@@ -88,7 +88,7 @@ def stacked(
 # %% ../../nbs/widgets/13_lab.ipynb #2bd035a2
 @patch
 def picture(self:Lab) -> Pillow.Image:
-    "Curves, the sample behind a mark, and preview as they are now: what stands in for the lab where no JavaScript runs."
+    "Curves, the sample behind a mark, and preview as they are now: what stands in where no JavaScript runs."
     shown = [self.curves.picture()]
     if viewer := self.fault.viewer: shown.append(viewer.picture(160))
     if self.preview and self.preview.viewer: shown.append(self.preview.viewer.picture(160))

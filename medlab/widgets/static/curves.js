@@ -316,6 +316,17 @@ function view({ model, el, kept }) {
     const { run, kind, first, last } = found;
     root.dataset.clicked = `${kind} ${first}`;
     try { model.send({ t: "mark", run, kind, first, last, at: Math.max(first, Math.min(last, step)) }) } catch { return }  // the kernel is gone
+    follow(root.closest(".medlab-parts")?.querySelector(".medlab-fault"));
+  }
+
+  function follow(shown) {  // what a click opens is brought into sight as it comes, until the reader goes elsewhere
+    S.following?.();
+    if (!shown) return;
+    const grown = new ResizeObserver(() => { if (shown.clientHeight) shown.scrollIntoView({ block: "nearest", behavior: "smooth" }) });
+    const end = () => { grown.disconnect(); clearTimeout(timer); for (const k of ["wheel", "pointerdown", "keydown"]) document.removeEventListener(k, end, true) };
+    const timer = setTimeout(end, 60_000);
+    grown.observe(shown); S.following = end;
+    setTimeout(() => { for (const k of ["wheel", "pointerdown", "keydown"]) document.addEventListener(k, end, true) });
   }
 
   // -- what the user does --
@@ -615,7 +626,7 @@ function view({ model, el, kept }) {
   model.on("msg:custom", heard);
   kept.tell(heard);
   ask(S.range, true);
-  return () => { model.off("msg:custom", heard); alive.stop(); seen.disconnect(); dressed.disconnect(); cancelAnimationFrame(frame); clearTimeout(S.timer); clearTimeout(S.resized) };
+  return () => { S.following?.(); model.off("msg:custom", heard); alive.stop(); seen.disconnect(); dressed.disconnect(); cancelAnimationFrame(frame); clearTimeout(S.timer); clearTimeout(S.resized) };
 }
 
 export default () => {

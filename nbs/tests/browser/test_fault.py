@@ -18,8 +18,9 @@ OPEN = "() => { const f = document.querySelector('.medlab-fault'); return !!f &&
 
 
 def shot(nb, name):
-    "A picture of the page, where SHOTS says so."
+    "A picture of the page with the sample in sight, where SHOTS says so."
     if not os.environ.get("SHOTS"): return
+    nb.page.locator(".medlab-fault").evaluate("e => e.scrollIntoView({ block: 'end' })")
     nb.page.mouse.move(5, 5)
     nb.page.wait_for_timeout(600)
     nb.page.screenshot(path=Path(os.environ["SHOTS"]) / name)
@@ -75,6 +76,7 @@ def test_a_click_opens_the_sample_while_it_trains(notebook):
     assert all(t in text for t in ("p02", "project/scans/p02.nii.gz", "24 NaN", "voxel (9, 14, 8)", "RAS", "not finite in the sample")), text
     assert nb.kernel("print(lab.fault.found.step, lab.fault.viewer.cursor)") == f"{hole} (9, 14, 8)"
     nb.wait(f"trainer.iteration > {before} + 20 and trainer.worker.alive")
+    nb.until("() => { const b = document.querySelector('.medlab-fault .medlab-viewer canvas').getBoundingClientRect(); return b.top > 0 && b.bottom < innerHeight }")  # brought into sight
     shot(nb, "fault_hole.png")
     nb.page.mouse.click(*point(nb, empty, 0, 12))
     nb.wait("lab.fault.found and lab.fault.found.case == 'p04'", 60)
