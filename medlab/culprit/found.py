@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NAMES', 'COLORS', 'FaultySample', 'found_in', 'find_sample']
 
-# %% ../../nbs/culprit/06_found.ipynb #7bb31c3b
+# %% ../../nbs/culprit/06_found.ipynb #c58bbfc0
 import base64
 import html
 import io
@@ -24,7 +24,7 @@ from .weights import Look, look_again, weights_before
 from ..data.labels import Overlaid
 from ..run.directory import Run
 
-# %% ../../nbs/culprit/06_found.ipynb #8499baac
+# %% ../../nbs/culprit/06_found.ipynb #3f691b34
 @dataclass
 class FaultySample:
     "A sample of a step that went wrong."
@@ -50,7 +50,7 @@ class FaultySample:
     activation:torch.Tensor = None  # (z, y, x) largest magnitude over the module's channels, NaN where not finite
     notes:tuple = ()  # what could not be compared
 
-# %% ../../nbs/culprit/06_found.ipynb #281696e6
+# %% ../../nbs/culprit/06_found.ipynb #dd4ad306
 @patch
 def to_dict(self:FaultySample) -> dict:
     "Text, numbers, tensors, lists and dictionaries, which `torch.load(weights_only=True)` reads."
@@ -64,7 +64,7 @@ def from_dict(cls:FaultySample,
     "What `to_dict` gave."
     return cls(**{**stored, "bad": tuple(BadValues(**b) for b in stored["bad"])})
 
-# %% ../../nbs/culprit/06_found.ipynb #3f07a650
+# %% ../../nbs/culprit/06_found.ipynb #7c411632
 def _chosen(again, look, case):
     "(the sample to be shown, why it is this one)."
     if case is not None:
@@ -76,7 +76,7 @@ def _chosen(again, look, case):
     first = next((d for d in again.drawn if d.used), again.drawn[0])
     return first, "no sample is at fault alone: this is the first of the batch"
 
-# %% ../../nbs/culprit/06_found.ipynb #45957763
+# %% ../../nbs/culprit/06_found.ipynb #b1447170
 def _as_given(again, d):
     "A sample as the network got it; as the dataset gives it where the network did not, {} where it cannot be loaded."
     micros = sorted({x.micro for x in again.drawn if x.used})
@@ -95,7 +95,7 @@ def _shown(tensors, bad):
     wrong = [b.name for b in bad if b.name in tensors]
     return next(iter([*wrong, *(k for k, x in tensors.items() if x.is_floating_point()), *tensors]), "")
 
-# %% ../../nbs/culprit/06_found.ipynb #d87e3fb3
+# %% ../../nbs/culprit/06_found.ipynb #14c3673f
 def _activation(look, d, again):
     "What the module gave for one sample, (z, y, x) or (y, x); None where it has no place."
     a = look.activation if look else None
@@ -110,7 +110,7 @@ def _activation(look, d, again):
 
 def _module(look): return f"{look.module} ({look.kind})" if look and look.kind else look.module if look else ""
 
-# %% ../../nbs/culprit/06_found.ipynb #b5a4e7ae
+# %% ../../nbs/culprit/06_found.ipynb #e5e4d1e8
 def found_in(
     again:StepAgain,  # with its batch
     look:Look=None,  # of the passes made again; None: they were not
@@ -125,12 +125,13 @@ def found_in(
     files = files_of(again.recipe, again.loader.dataset.dataset, d.index, d.case, d.sample)
     places = [place_in_file(f) for f in files] if bad or d.fault else []
     seen = dict(module=_module(look), look=look.text, weights=look.weights) if look else {}
+    if (n := again.cases.count(d.case)) > 1: notes = (*notes, f"{d.case} was drawn {n} times in this step; one is shown")
     return FaultySample(run, again.mark.step, again.mark.text, d.case, d.index, d.micro, tuple(again.cases), d.used,
         why or d.why, d.fault.reason if d.fault else "", tuple(files), tuple(p for p in places if p), bad,
         tensors, spacing_of(given), _shown(tensors, bad), activation=_activation(look, d, again),
         notes=(*(again.notes if d.used else ()), *notes), **seen)
 
-# %% ../../nbs/culprit/06_found.ipynb #0de045d5
+# %% ../../nbs/culprit/06_found.ipynb #229bfee9
 NAMES = {1: "not finite in the sample", 2: "not finite in what the module gave"}
 COLORS = {1: "#ff2d2d", 2: "#ff9f1c"}
 
@@ -142,7 +143,7 @@ def _resized(mask, shape):
     small = pool(x, [min(a, b) for a, b in zip(x.shape[2:], shape)])
     return F.interpolate(small, size=tuple(shape), mode="nearest")[0, 0] > 0
 
-# %% ../../nbs/culprit/06_found.ipynb #df54a07e
+# %% ../../nbs/culprit/06_found.ipynb #ee3aab9b
 @patch(as_prop=True)
 def image(self:FaultySample) -> torch.Tensor:  # (c, z, y, x) or (c, y, x)
     "The tensor that is drawn; raises `UserError` where there is none."
@@ -161,7 +162,7 @@ def labels(self:FaultySample) -> torch.Tensor:  # uint8 (z, y, x) or (y, x): see
     over = _resized(~self.activation.isfinite(), bad.shape)
     return out if over.all() else torch.where(~bad & over, torch.full_like(out, 2), out)
 
-# %% ../../nbs/culprit/06_found.ipynb #ca2b6802
+# %% ../../nbs/culprit/06_found.ipynb #58e5d134
 @patch(as_prop=True)
 def at(self:FaultySample) -> tuple:  # voxel (z, y, x) or (y, x)
     "The first voxel at fault; the middle where none is."
@@ -181,7 +182,7 @@ def volume(self:FaultySample) -> Overlaid:
     there = {k: v for k, v in NAMES.items() if (labels == k).any()}
     return Overlaid(data.numpy(), labels.numpy(), there, {k: COLORS[k] for k in there}, 0.9 if 1 in there else 0.5)
 
-# %% ../../nbs/culprit/06_found.ipynb #7f9dbb86
+# %% ../../nbs/culprit/06_found.ipynb #f423d23d
 @patch(as_prop=True)
 def columns(self:FaultySample) -> dict:  # title → `Overlaid` or array, on one grid
     "The sample, and beside it what the module gave, for `medlab.widgets.viewer.Viewer`."
@@ -193,7 +194,7 @@ def columns(self:FaultySample) -> dict:  # title → `Overlaid` or array, on one
     near = F.interpolate(a[None, None], size=grid, mode="nearest")[0, 0]
     return out | {f"what {self.module} gave": near.numpy()}
 
-# %% ../../nbs/culprit/06_found.ipynb #2ab61e7f
+# %% ../../nbs/culprit/06_found.ipynb #5934be60
 def _rows(f):
     "(what, sentence) pairs."
     yield "event", f.text
@@ -219,7 +220,7 @@ def __str__(self:FaultySample):
     width = max(len(k) for k, _ in self.table)
     return "\n".join(f"{k:<{width}}  {v}" for k, v in self.table)
 
-# %% ../../nbs/culprit/06_found.ipynb #07e63fd3
+# %% ../../nbs/culprit/06_found.ipynb #64297a75
 def _cuts(f):
     "(title, image, labels, ring (across, up), extent in mm) of each panel."
     labels, at = f.labels, f.at
@@ -233,7 +234,7 @@ def _cuts(f):
         ring = [(at[a] + 0.5) * step[a] for a in (right, up)]
         yield (name if cut is None else f"{name} = {at[cut]}"), take(x), take(labels), ring, extent
 
-# %% ../../nbs/culprit/06_found.ipynb #2ee450a6
+# %% ../../nbs/culprit/06_found.ipynb #0ba38ad7
 def _panel(ax, title, values, labels, ring, extent, window, marked):
     "One cut: grey values, what is not finite in colour, a ring around the first."
     from matplotlib.colors import to_rgba
@@ -246,7 +247,7 @@ def _panel(ax, title, values, labels, ring, extent, window, marked):
     ax.set(xticks=[], yticks=[])
     ax.set_title(title, fontsize=9, color="0.35", pad=3)
 
-# %% ../../nbs/culprit/06_found.ipynb #43910f07
+# %% ../../nbs/culprit/06_found.ipynb #7223297a
 @patch
 def figure(self:FaultySample):
     "The picture as a matplotlib figure; raises `UserError` where nothing can be drawn."
@@ -287,7 +288,7 @@ def _repr_html_(self:FaultySample):
     source = base64.b64encode(png).decode() if png else ""
     return f"<table>{rows}</table>" + (f'<img alt="cuts" src="data:image/png;base64,{source}">' if png else "")
 
-# %% ../../nbs/culprit/06_found.ipynb #9cf7d70d
+# %% ../../nbs/culprit/06_found.ipynb #83308fec
 def find_sample(
     run,  # `Run`, or the path of a run directory; its trainer may train meanwhile
     step:int,  # that something is known of

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KINDS', 'accused_by', 'batch_of', 'Mark', 'values_at', 'mark_at']
 
-# %% ../../nbs/culprit/01_mark.ipynb #0ab3bf5a
+# %% ../../nbs/culprit/01_mark.ipynb #1718f35f
 import math
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from ..run.chunks import STATUS, chunk_steps, chunk_values, read_chunks
 from ..run.directory import Run
 from ..run.records import read_events, segments_of, void_after
 
-# %% ../../nbs/culprit/01_mark.ipynb #4003cc1e
+# %% ../../nbs/culprit/01_mark.ipynb #af183de3
 KINDS = ("bad_sample", "drop", "nonfinite_loss", "diagnosis", "skip", "quarantine")  # of events that name cases
 
 
@@ -37,7 +37,7 @@ def batch_of(
     "The cases of the batch that an event is about."
     return _texts(event.data.get("batch")) if isinstance(event.data, dict) and event.kind in KINDS else ()
 
-# %% ../../nbs/culprit/01_mark.ipynb #f6c8a11b
+# %% ../../nbs/culprit/01_mark.ipynb #20f1d362
 @dataclass(frozen=True)
 class Mark:
     "A step that something is known of."
@@ -60,11 +60,12 @@ class Mark:
 
     @property
     def text(self) -> str:
-        "What was said of it: the newest diagnosis, or else the first event."
-        told = [e for e in self.events if e.kind == "diagnosis"][-1:] or self.events[:1]
+        "What was said of it: the newest diagnosis that found something, or else the first event."
+        told = [e for e in self.events if e.kind == "diagnosis" and e.data.get("where") != "none"][-1:]
+        told = told or self.events[:1]
         return told[0].text if told else self.what
 
-# %% ../../nbs/culprit/01_mark.ipynb #09e10b2c
+# %% ../../nbs/culprit/01_mark.ipynb #e9f9885f
 def _segment(db, step, time):
     "(id, whether the run went back before this step later) of the segment that made a step at a time."
     made = segments_of(db, step, time)
@@ -89,7 +90,7 @@ def values_at(
         out |= {k: (float(v[i]), STATUS[0 if s is None else s[i]]) for k, (v, s) in chunk_values(db, c).items()}
     return out
 
-# %% ../../nbs/culprit/01_mark.ipynb #b09c94fa
+# %% ../../nbs/culprit/01_mark.ipynb #445d0c85
 def _not_numbers(db, segment, step):
     "A sentence on metrics that were not finite in a step; \"\" where all were."
     bad = [f"{k} {s}" for k, (_, s) in values_at(db, segment, step).items() if s in ("nan", "+inf", "-inf")]
@@ -104,7 +105,7 @@ def _nearest(run, db, step):
     return UserError(f"step {step} of {run.name} has no mark: no event names a case of it, and every metric was finite"
         f"{near}. run.events() lists all events")
 
-# %% ../../nbs/culprit/01_mark.ipynb #fda05ef2
+# %% ../../nbs/culprit/01_mark.ipynb #45d3241c
 def _told(db, step, event_id):
     "(events of a step that name cases, id of their segment, whether it is void); of the last history that is there."
     named = [e for e in read_events(db) if e.step == step and (accused_by(e) or batch_of(e))]
@@ -114,7 +115,7 @@ def _told(db, step, event_id):
     segment, void = ([p for p in places if not p[1]] or places)[-1]
     return tuple(e for e in named if _segment(db, step, e.time)[0] == segment), segment, void
 
-# %% ../../nbs/culprit/01_mark.ipynb #0ca9de6b
+# %% ../../nbs/culprit/01_mark.ipynb #402cde93
 def mark_at(
     run:Run,
     step:int,  # ≥ 1

@@ -12,9 +12,12 @@ import torch
 
 from medlab import Run, Trainer
 from medlab.core import UserError
+from medlab.culprit.mark import accused_by, mark_at
 from medlab.culprit.phantoms import HOLE, write_ward
+from medlab.culprit.samples import samples_again
 from medlab.recipes.origin import named_class
 from medlab.run.sharing import is_live
+from medlab.step.device import DeviceDecisions
 
 TRAIN = "import sys; from medlab import Trainer; from medlab.recipes.origin import named_class; Trainer(named_class(sys.argv[1])(data_root=sys.argv[2], workers=int(sys.argv[4])), sys.argv[3], device='cpu', threads=1, case_budget=None, save_every=20).fit(until=10**6, progress=False)"
 LOOK = "import sys; from medlab.culprit.process import find; find(sys.argv[1], int(sys.argv[2]), process=True)"
@@ -109,3 +112,41 @@ def test_a_run_whose_samples_were_read_by_workers(ward, tmp_path):
         for p in [*psutil.Process(trainer.pid).children(recursive=True), trainer]: p.kill()
         trainer.wait()
     run.close()
+
+
+class Watch:
+    "Keeps every batch, with the history it is of."
+
+    def __init__(self): self.seen, self.history = {}, 0
+    def after_step(self, result, batch): self.seen[self.history, result.iteration] = batch
+
+
+def same(a, b): return a.names == b.names and all(torch.equal(a[k].nan_to_num(7), b[k].nan_to_num(7)) and torch.equal(a[k].isnan(), b[k].isnan()) for k in a.tensors)
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_both_histories_of_a_run_that_went_back(ward, tmp_path, monkeypatch, device):
+    "The first time and the second have other samples under the same number; each mark gives those of its time, to the bit, NaN in the network included."
+    if device: monkeypatch.setattr("medlab.train.trainer.decisions_for", lambda *args: DeviceDecisions)
+    watch = Watch()
+    with Trainer(named_class(f"{ward}:Ward")(data_root=str(ward.parent / "scans")), tmp_path / "run", device="cpu", threads=1, check_inputs=False, case_budget=None, escalate_after=None, log_every=1) as t:
+        t.listeners.append(watch)
+        t.fit(steps=4, progress=False)
+        t.set(gradient_accumulation_steps=2)
+        t.fit(steps=8, progress=False)
+        first = [e for e in t.run.events() if e.kind in ("drop", "skip", "nonfinite_loss") and e.step > 4]
+        t.restore(4, samples_seen=t.batches.samples_seen + 3)
+        watch.history = 1
+        t.fit(steps=8, progress=False)
+        run = Run(t.path)
+        second = [e for e in run.events() if e.kind in ("drop", "skip", "nonfinite_loss") and e.step > 4 and e not in first]
+        assert {e.step for e in first} & {e.step for e in second}
+        for history, events in enumerate((first, second)):
+            for e in events:
+                again = samples_again(run, mark_at(run, e.step, e.id))
+                then, now = watch.seen[history, e.step].micro_batches, again.make_batch().micro_batches
+                assert again.mark.void is not bool(history) and len(then) == len(now) == 2 - history and all(map(same, then, now)), e
+        holed = next(e for e in second if "p02" in accused_by(e))
+        found = run.sample_at(holed.step, event=holed.id)
+        assert found.used and found.case == "p02" and found.bad[0].nan == 24 and not found.module.startswith("2")
+        assert int((found.labels == 1).sum()) == 24 and found.at == HOLE
