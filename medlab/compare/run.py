@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/compare/08_run.ipynb #fa0295fd
 from fastcore.basics import patch
 
-from ..run.directory import Run
+from ..culprit.run import Run
 
 # %% ../../nbs/compare/08_run.ipynb #9076976e
 @patch

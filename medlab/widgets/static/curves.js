@@ -1,11 +1,11 @@
 // Curves of one or several runs. The kernel sends what is to be drawn over the visible steps; nothing is kept in the notebook.
 // Names and texts of runs reach the page through textContent and fillText only. life.js, which stands before this, says whether the kernel speaks.
 //
-// From the kernel:  spec {groups: [{title, log, names, ticks}], runs: [name], labels: {name: label}, smooth}
+// From the kernel:  spec {groups: [{title, log, names, ticks}], runs: [name], labels: {name: label}, smooth, opens: [kind]}
 //                   data {run, x: [first, last], range, request, last, series: [[name, kind, pairs, marks, last value]]} + float32 pairs
 //                   marks {run, marks: [{kind, step, last, count, label, text, level}]}, status {runs: [{state, fault}], note}
 //                   It speaks when it is made and when it is displayed, before the page has a view, and hears no page while a cell runs.
-// To the kernel:    view {hello, range: null | [first, last], width, request}
+// To the kernel:    view {hello, range: null | [first, last], width, request}, mark {run, kind, first, last, at}: a click on one of the kinds of `opens`, "nan" for what is not finite
 
 const LIGHT = ["#2368a8", "#c2570c", "#2e8540", "#7a4bb0", "#b3325a", "#1f8a99"], DARK = ["#6cb2f5", "#f5a55a", "#7ed492", "#c09df0", "#f58aa4", "#66cfdd"];
 const TONES = { light: { error: "#d62728", warning: "#b36b00", info: "#6b7280", change: "#7a4bb0" }, dark: { error: "#ff6b6b", warning: "#f0b040", info: "#9aa3b2", change: "#c09df0" } };
@@ -133,7 +133,7 @@ function memory() {
 }
 
 function view({ model, el, kept }) {
-  const S = { spec: null, runs: [], marks: [], status: [], note: "", range: null, asked: null, hidden: new Set(), unfolded: new Set(), log: {}, smooth: 0, cursor: null, drag: null, panels: [], count: 0 };
+  const S = { spec: null, runs: [], marks: [], status: [], note: "", range: null, asked: null, hidden: new Set(), unfolded: new Set(), log: {}, smooth: 0, cursor: null, over: null, drag: null, panels: [], count: 0 };
   const root = make("div", "medlab-curves"), style = make("style"), bar = make("div", "mc-bar"), note = make("div", "mc-note"), folded = make("div", "mc-folded"), grid = make("div", "mc-grid");
   style.textContent = CSS;
   root.setAttribute("role", "group"); root.setAttribute("aria-label", "Curves of training runs");
@@ -291,6 +291,44 @@ function view({ model, el, kept }) {
     said();
   }
 
+  // -- marks that can be clicked --
+
+  const REACH = 6;  // pixels
+  const across = p => p.canvas.clientWidth - PAD.left - PAD.right;
+
+  function hit(p, step) {  // the mark that is meant at a step: an event, or else a value that is not finite
+    const opens = S.spec?.opens ?? [], [a, b] = span(), reach = REACH * (b - a) / Math.max(1, across(p));
+    if (!opens.length || step === null) return null;
+    const off_by = (first, last) => Math.max(first - step, step - last, 0);
+    let best = null;
+    const offer = (run, kind, first, last, text) => { const d = off_by(first, last); if (d <= reach && (!best || d < best.d)) best = { d, run, kind, first, last, text } };
+    S.marks.forEach((list, run) => { if (!off("run", run)) for (const m of list ?? []) if (opens.includes(m.kind)) offer(run, m.kind, m.step, m.last, m.text) });
+    if (!best && opens.includes("nan")) for (const { s, r } of curves(p)) {
+      const wide = s.kind === "columns" ? (S.runs[r].x[1] - S.runs[r].x[0]) / (s.n || 1) / 2 : 0;
+      for (let k = 0; k < s.n; k++) if (s.flag[k] & 7) offer(r, "nan", Math.floor(s.step(k) - wide), Math.ceil(s.step(k) + wide), `${S.spec.labels[s.name] ?? s.name}: ${reading(s, k)}`);
+    }
+    return best;
+  }
+
+  function click(p, step) {
+    const found = hit(p, step);
+    if (!found) return;
+    const { run, kind, first, last } = found;
+    root.dataset.clicked = `${kind} ${first}`;
+    try { model.send({ t: "mark", run, kind, first, last, at: Math.max(first, Math.min(last, step)) }) } catch { return }  // the kernel is gone
+    follow(root.closest(".medlab-parts")?.querySelector(".medlab-fault"));
+  }
+
+  function follow(shown) {  // what a click opens is brought into sight as it comes, until the reader goes elsewhere
+    S.following?.();
+    if (!shown) return;
+    const grown = new ResizeObserver(() => { if (shown.clientHeight) shown.scrollIntoView({ block: "nearest", behavior: "smooth" }) });
+    const end = () => { grown.disconnect(); clearTimeout(timer); for (const k of ["wheel", "pointerdown", "keydown"]) document.removeEventListener(k, end, true) };
+    const timer = setTimeout(end, 60_000);
+    grown.observe(shown); S.following = end;
+    setTimeout(() => { for (const k of ["wheel", "pointerdown", "keydown"]) document.addEventListener(k, end, true) });
+  }
+
   // -- what the user does --
 
   const toStep = (p, e) => { const [a, b] = span(), box = p.canvas.getBoundingClientRect(), w = box.width - PAD.left - PAD.right; return a + Math.max(0, Math.min(1, (e.clientX - box.left - PAD.left) / w)) * (b - a) };
@@ -298,13 +336,13 @@ function view({ model, el, kept }) {
   function pointer(p) {
     const c = p.canvas;
     c.addEventListener("pointerdown", e => { if (e.button) return; c.setPointerCapture(e.pointerId); S.drag = { p, from: toStep(p, e), x: e.clientX } });
-    c.addEventListener("pointermove", e => { S.cursor = toStep(p, e); kick() });
-    c.addEventListener("pointerleave", () => { if (!S.drag) { S.cursor = null; kick() } });
+    c.addEventListener("pointermove", e => { S.cursor = toStep(p, e); S.over = S.drag ? null : hit(p, S.cursor); c.style.cursor = S.over ? "pointer" : ""; kick() });
+    c.addEventListener("pointerleave", () => { if (!S.drag) { S.cursor = S.over = null; kick() } });
     c.addEventListener("pointercancel", () => { S.drag = null; kick() });
     c.addEventListener("pointerup", e => {
       const d = S.drag, to = toStep(p, e);
       S.drag = null;
-      if (d && Math.abs(e.clientX - d.x) > 5) zoom(Math.min(d.from, to), Math.max(d.from, to)); else kick();
+      if (d && Math.abs(e.clientX - d.x) > 5) zoom(Math.min(d.from, to), Math.max(d.from, to)); else { if (d) click(p, to); kick() }
     });
     c.addEventListener("dblclick", () => { if (S.range) ask(null) });
   }
@@ -319,15 +357,16 @@ function view({ model, el, kept }) {
     p.canvas.addEventListener("keydown", e => {
       const [a, b] = span(), w = b - a, at = S.cursor ?? (a + b) / 2, k = e.key;
       if (k === "Escape" || k === "0") { if (S.range) ask(null) }
+      else if (k === "Enter" && S.spec?.opens?.length) click(p, S.cursor);
       else if (k === "+" || k === "=") zoom(at - w / 4, at + w / 4);
       else if (k === "-") zoom(Math.max(0, at - w), at + w);
       else if (k.startsWith("Arrow") && (k === "ArrowLeft" || k === "ArrowRight")) {
         const s = k === "ArrowLeft" ? -1 : 1;
-        if (e.shiftKey) zoom(Math.max(0, a + s * w / 4), Math.max(w, b + s * w / 4)); else { S.cursor = Math.max(a, Math.min(b, at + s * w / 100)); kick() }
+        if (e.shiftKey) zoom(Math.max(0, a + s * w / 4), Math.max(w, b + s * w / 4)); else { S.cursor = Math.max(a, Math.min(b, at + s * w / 100)); S.over = hit(p, S.cursor); kick() }
       } else return;
       e.preventDefault(); e.stopPropagation();
     });
-    p.canvas.addEventListener("blur", () => { S.cursor = null; kick() });
+    p.canvas.addEventListener("blur", () => { S.cursor = S.over = null; kick() });
   }
 
   all.onclick = () => ask(null);
@@ -543,6 +582,7 @@ function view({ model, el, kept }) {
     if (!text && S.cursor !== null) {
       const [a, b] = span(), reach = (b - a) / 100, near = S.marks.flatMap((list, r) => (list ?? []).map(m => [m, r])).filter(([m, r]) => !off("run", r) && S.cursor >= m.step - reach && S.cursor <= m.last + reach);
       text = `step ${whole(S.cursor)}` + near.slice(0, 3).map(([m, r]) => ` · ${several() ? S.spec.runs[r] + ": " : ""}${m.count > 1 ? `${m.label} ×${m.count}, steps ${whole(m.step)} to ${whole(m.last)}` : `step ${whole(m.step)}: ${m.text}`}`).join("");
+      if (S.over) text = `Click for the sample · ${text}${S.over.kind === "nan" ? ` · ${S.over.text}` : ""}`;
     }
     if (!text && S.range) text = `steps ${whole(S.range[0])} to ${whole(S.range[1])}`;
     if (!text) text = "Drag to zoom, double click for all steps.";
@@ -586,7 +626,7 @@ function view({ model, el, kept }) {
   model.on("msg:custom", heard);
   kept.tell(heard);
   ask(S.range, true);
-  return () => { model.off("msg:custom", heard); alive.stop(); seen.disconnect(); dressed.disconnect(); cancelAnimationFrame(frame); clearTimeout(S.timer); clearTimeout(S.resized) };
+  return () => { S.following?.(); model.off("msg:custom", heard); alive.stop(); seen.disconnect(); dressed.disconnect(); cancelAnimationFrame(frame); clearTimeout(S.timer); clearTimeout(S.resized) };
 }
 
 export default () => {
