@@ -107,19 +107,37 @@ def _even(x):
     return x.reshape(len(x), -1)
 
 
+def _coarse(x):
+    "Forms (n, …) at half as many places along each axis, as projections: of length 1 at most, and flipped as they are."
+    for axis in range(1, x.ndim):
+        n = x.shape[axis]
+        x = (np.take(x, range(0, n, 2), axis) + np.take(x, range(1, n, 2), axis)) / np.sqrt(2, dtype=np.float32)
+    return x
+
+
+def _flipped(forms, rows, axes):
+    "(i, j, correlation) of some rows, flipped, with all others."
+    at, every = np.arange(len(rows)), forms.reshape(len(forms), -1)
+    c = np.flip(forms[rows], axes).reshape(len(rows), -1) @ every.T
+    c[at, rows] = -1
+    for a, j in _picked(c, MIRROR): yield int(rows[a]), j, float(c[a, j])
+
+# %% ../../nbs/cohort/02_duplicates.ipynb #3e9e1dba
 def _mirrored(vectors, sides, block=512):
     "(i, j, correlation) of the rows of which one is as alike to a flip of the other as copies are."
     forms, at = vectors.reshape(-1, *sides), range(1, len(sides) + 1)
-    even, flips = _even(forms), [a for k in at for a in combinations(at, k)]
-    size = (even ** 2).sum(1)
+    even, small, flips = _even(forms), _coarse(forms), [a for k in at for a in combinations(at, k)]
+    size, flat = (even ** 2).sum(1), small.reshape(len(forms), -1)
+    rest = np.sqrt(np.clip(1 - (flat ** 2).sum(1), 0, None))  # of a form, beside what is coarse
     for i in range(0, len(even), block):
         far = size[i:i + block, None] + size - 2 * even[i:i + block] @ even.T
         far[np.arange(len(far)), np.arange(i, i + len(far))] = 4
         rows = i + np.flatnonzero((far < 2.01 * (1 - MIRROR)).any(1))
         for axes in flips if len(rows) else ():
-            c = np.flip(forms[rows], axes).reshape(len(rows), -1) @ vectors.T
-            c[np.arange(len(rows)), rows] = -1
-            for a, j in _picked(c, MIRROR): yield int(rows[a]), j, float(c[a, j])
+            most = np.flip(small[rows], axes).reshape(len(rows), -1) @ flat.T + rest[rows, None] * rest
+            most[np.arange(len(rows)), rows] = -1
+            left = rows[(most > MIRROR - 1e-3).any(1)]
+            if len(left): yield from _flipped(forms, left, axes)
 
 
 def _same_mirrored(every):
