@@ -9,7 +9,7 @@ function armsOf(send, zoom, all) {  // send(message), zoom(first, last), all(): 
   list.setAttribute("aria-label", "Arms on view: those of this proof");
   label.append(list); label.hidden = true; label.title = "Mean of the arms of a proof, with its 95 % interval, over the loss of the run";
   list.onchange = () => { S.asked = true; send({ t: "arms", proof: list.value }); if (!list.value) all() };
-  const holds = p => p.group.names.includes("loss"), colour = (c, i) => i ? c.series[[4, 5, 3, 2][(i - 1) % 4]] : c.fg;
+  const holds = p => p.group.names.includes("loss"), colour = (c, i) => i ? c.series[[5, 4, 3, 2][(i - 1) % 4]] : c.fg;
   const name = c => `${c.name === "off" ? "arms without" : `arms with ${c.name}`} ×${c.arms}`;
 
   return {

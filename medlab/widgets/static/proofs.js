@@ -7,9 +7,9 @@
 const PROOF_CSS = `
 .mp-line > .mp-prove { flex: none; height: 20px; padding: 0 7px; font-size: 11px; border-color: var(--mp-line) } .mp-line > .mp-prove:hover, .mp-line > .mp-prove:focus-visible { border-color: var(--mp-edge) }
 .mp-proof { display: flex; flex-wrap: wrap; align-items: center; gap: 3px 6px; padding: 0 0 5px; font-size: 11px; line-height: 16px; font-variant-numeric: tabular-nums }
-.mp-badge { flex: none; padding: 0 6px; border: 1px solid currentColor; border-radius: 8px; font-weight: 600; white-space: nowrap; cursor: help }
+.mp-badge { flex: none; margin-right: auto; padding: 0 6px; border: 1px solid currentColor; border-radius: 8px; font-weight: 600; white-space: nowrap; cursor: help }
 .mp-plain { color: var(--mp-fg) }
-.mp-proof > .mp-rests { flex: 1 1 150px; min-width: 0; color: var(--mp-muted); overflow-wrap: anywhere }
+.mp-proof > .mp-rests { order: 1; flex: 1 1 100%; min-width: 0; color: var(--mp-muted); overflow-wrap: anywhere }
 .mp-proof[data-old=true] > .mp-badge { color: var(--mp-muted); border-style: dashed; font-weight: 500 }
 .mp-proof > .mp-button { flex: none; height: 20px; padding: 0 8px; font-size: 11px }
 .mp-form { margin: 0 0 7px; padding: 7px 8px; border: 1px solid var(--mp-line); border-radius: 3px; display: flex; flex-wrap: wrap; align-items: center; gap: 6px 12px }
