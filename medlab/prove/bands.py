@@ -49,20 +49,22 @@ def bands(
         found.append(Band(name, len(values), steps[kept], *(c[kept] for c in arm_band(values))))
     return found
 
-# %% ../../nbs/prove/09_bands.ipynb #818a2612
+# %% ../../nbs/prove/09_bands.ipynb #28ec0220
 class ArmView:
-    "The arms of one proof of a run, on view. A page is sent `message`, which is another object when it is to be sent again."
+    "The arms of one proof of a run, on view: `message` is what a page is told, another object when anything is new."
 
     def __init__(self,
         run,  # `Run` or run directory
         every:float=2.0,  # s between two looks, at least
     ):
         self.board, self.every, self.due = Board(run, every), every, 0.0
-        self.chosen, self.seen = None, ""  # by a user, "" for none, None: nobody has chosen; that was being made lately
+        self.chosen, self.seen = None, ""  # by a user, "": none, None: nobody has chosen; that was being made lately
         self.key, self.message = None, dict(proofs=[], shown="", curves=[])
 
     @property
-    def shown(self) -> str: "The name of the proof on view; \"\": none."; return self.seen if self.chosen is None else self.chosen
+    def shown(self) -> str:
+        "The name of the proof on view; \"\": none."
+        return self.seen if self.chosen is None else self.chosen
 
 # %% ../../nbs/prove/09_bands.ipynb #16655835
 @patch

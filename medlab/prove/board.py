@@ -52,7 +52,7 @@ def standing(
         return Standing(p.path, state, plan, verdicts, len(results), p.run.meta.get("created", 0.0), "".join(told))
     finally: p.close()
 
-# %% ../../nbs/prove/08_board.ipynb #518c3607
+# %% ../../nbs/prove/08_board.ipynb #c3196795
 def _written(folder):
     "What is another when something was written to a proof."
     found = []
@@ -70,10 +70,13 @@ class Board:
         run,  # `Run` or run directory
         every:float=1.0,  # s between two looks, at least
     ):
-        self.path, self.every, self.due, self.held = Path(getattr(run, "path", run)), every, 0.0, {}
+        self.path, self.every, self.due = Path(getattr(run, "path", run)), every, 0.0
+        self.held = {}  # folder → (what was written, `Standing`; None: it cannot be read)
 
     @property
-    def standings(self) -> list: "Of the proofs that can be read, oldest first."; return [s for _, s in self.held.values() if s]
+    def standings(self) -> list:
+        "Of the proofs that can be read, oldest first."
+        return [s for _, s in self.held.values() if s]
 
 # %% ../../nbs/prove/08_board.ipynb #49bf85d0
 @patch
@@ -101,7 +104,7 @@ def newest(self:Board) -> dict:  # name of a fix → `Standing`
     "The newest proof of each fix."
     return {f.name: s for s in self.standings for f in s.plan.factors if f.fix}
 
-# %% ../../nbs/prove/08_board.ipynb #6911fdf2
+# %% ../../nbs/prove/08_board.ipynb #889b3d9d
 STALE = 10  # by so many lengths of an arm a run moves on before a verdict counts as old
 
 
@@ -121,9 +124,10 @@ def _outdated(s, knobs, step, changes, stale_after):
     if c := switched(knobs, s.plan.at, changes):
         return f"{'kept' if c.source.startswith(f'proof {s.name}:') else 'switched since,'} at step {c.applied_step:,}"
     gone = step - s.plan.at
-    return f"the run has moved on by {gone:,} steps" if gone > (STALE * s.plan.steps if stale_after is None else stale_after) else ""
+    most = STALE * s.plan.steps if stale_after is None else stale_after
+    return f"the run has moved on by {gone:,} steps" if gone > most else ""
 
-# %% ../../nbs/prove/08_board.ipynb #f03c46cd
+# %% ../../nbs/prove/08_board.ipynb #14f0baf9
 TONES = {"helps": "ok", "harms": "bad", "undecided": "warn", "running": "brand", "starting": "brand", "failed": "bad",
     "killed": "bad"}  # word of a label → class of its colour
 
@@ -139,20 +143,21 @@ def _word(s, v):
 
 def _size(s, v):
     "What a verdict rests on, in half a line."
-    deaths = [f"{n} diverged" for n in (f"off alone in {v.off_diverged}" * bool(v.off_diverged),
-        f"on alone in {v.on_diverged}" * bool(v.on_diverged), f"both in {v.both_diverged}" * bool(v.both_diverged)) if n]
+    counts = {"off alone": v.off_diverged, "on alone": v.on_diverged, "both": v.both_diverged}
+    deaths = [f"{who} in {n} diverged" for who, n in counts.items() if n]
     if not v.pairs: return "no pair yet" if s.going else "no pair"
     low, high = v.interval
     span = f" ({low:+.3g} to {high:+.3g})" if isfinite(low) and isfinite(high) else ""
-    size = [f"{s.plan.metric} {v.effect:+.3g}{span}".replace("-", "−")] if v.effect is not None and v.basis != "bits" else []
+    told = v.effect is not None and v.basis != "bits"
+    size = [f"{s.plan.metric} {v.effect:+.3g}{span}".replace("-", "−")] if told else []
     return ", ".join([*size, f"{v.pairs} pair{'s' * (v.pairs != 1)}", *deaths])
 
-# %% ../../nbs/prove/08_board.ipynb #068762b6
+# %% ../../nbs/prove/08_board.ipynb #89e12845
 def badge(
     s:Standing, factor:str,  # a proof, and which of its factors
     step:int,  # of the run
     values:dict, changes=(),  # knobs in force in the run, and its `ChangeRecord`s
-    stale_after:int=None,  # steps by which the run moves on before a verdict counts as old; None: `STALE` lengths of an arm
+    stale_after:int=None,  # steps by which the run moves on before a verdict is old; None: `STALE` lengths of an arm
 ) -> dict:  # proof, label, tone, note, title, old, keep, stop, go_on: all JSON
     "What a page shows of a proof beside a fix."
     v, knobs = s.verdicts[factor], next(f.knobs for f in s.plan.factors if f.name == factor)
@@ -161,7 +166,13 @@ def badge(
     day = time.strftime("%Y-%m-%d", time.localtime(s.begun))
     note = f"{so_far}{_size(s, v)} · step {s.plan.at:,}, {day}" + f" · {old}" * bool(old)
     off = any(not same(values.get(k), x) for k, x in knobs.items())
-    how = f"{s.plan.steps} steps an arm, {s.arms} arms; {s.plan.metric or 'loss'}, {'less' if v.better == 'lower' else 'more'} is better"
-    return dict(proof=s.name, label=label, tone=TONES.get(word, "plain"), note=note, old=old, stop=s.state in GOING,
-        title=f"proof {s.name}, from step {s.plan.at:,}: {s.error or v}. {how}", go_on=s.state in ("stopped", "failed", "killed"),
+    return dict(proof=s.name, label=label, tone=TONES.get(word, "plain"), note=note, old=old, title=_title(s, v),
+        stop=s.state in GOING, go_on=s.state in ("stopped", "failed", "killed"),
         keep=v.kind == "helps" and not s.going and off)
+
+
+def _title(s, v):
+    "A verdict in full."
+    better = f"{s.plan.metric or 'loss'}, {'less' if v.better == 'lower' else 'more'} is better"
+    how = f"{s.plan.steps} steps an arm, {s.arms} arms; {better}"
+    return f"proof {s.name}, from step {s.plan.at:,}: {s.error or v}. {how}"

@@ -38,9 +38,10 @@ def _flag(v): return isinstance(v, bool)
 
 
 PROOF = dict(name=_text, steps=_whole, seeds=_whole)  # see `medlab.widgets.proofs`
+# kind → field → whether a value fits
 REQUESTS = dict(hello={}, older={}, set=dict(knobs=_knobs), fix=dict(name=_text, on=_flag),
     do=dict(name=_text, until=_whole, step=_whole), dismiss=dict(key=_text), cost=PROOF,
-    prove=PROOF | dict(scores=_flag, pause=_flag), proof=dict(name=_text, what=_text))  # kind → field → whether a value fits
+    prove=PROOF | dict(scores=_flag, pause=_flag), proof=dict(name=_text, what=_text))
 
 # %% ../../nbs/widgets/09_desk.ipynb #41439690
 def read_request(

@@ -21,15 +21,17 @@ from ..train.process import movable
 from ..train.state import recipe_of
 from .desk import Desk
 
-# %% ../../nbs/widgets/09_proofs.ipynb #923a9044
-KINDS, BEGINS = ("cost", "prove", "proof"), "a proof of it is being begun"  # of requests; while no directory says so yet
+# %% ../../nbs/widgets/09_proofs.ipynb #7278bb09
+KINDS = ("cost", "prove", "proof")  # of requests
+BEGINS = "a proof of it is being begun"  # while no directory says so yet
 
 
 def read_stale(
     steps,  # by which a run moves on before a verdict counts as old; None: see `medlab.prove.board.STALE`
 ):  # the same
     "A bound that makes sense; raises `UserError` for another."
-    if steps is None or isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0: return steps
+    whole = isinstance(steps, int) and not isinstance(steps, bool)
+    if steps is None or (whole and steps >= 0): return steps
     raise UserError(f"stale_after={steps!r} must be a number of steps ≥ 0, or None: ten lengths of the proof's arms")
 
 
@@ -94,7 +96,7 @@ def _work(self:ProofDesk, fix, work, args):
         self.busy.pop(fix)
         self.desk.wake()
 
-# %% ../../nbs/widgets/09_proofs.ipynb #ec67353c
+# %% ../../nbs/widgets/09_proofs.ipynb #a53c6372
 def trusted(
     own,  # trainer of this kernel, or None
     path,  # directory of the run
@@ -103,7 +105,8 @@ def trusted(
     "What a process must trust to prove a fix of a run; raises `UserError` where it could not build the recipe."
     try: return movable(own.recipe if own else recipe_of(path), path)
     except UserError as e:
-        raise UserError(f"{e}; or stop training and prove it in the notebook: trainer.prove({fix!r}, process=False)") from e
+        here = f"trainer.prove({fix!r}, process=False)"
+        raise UserError(f"{e}; or stop training and prove it in the notebook: {here}") from e
 
 
 @patch

@@ -5,11 +5,13 @@
 // To the kernel:    arms {proof: name | ""}
 
 function armsOf(send, zoom, all) {  // send(message), zoom(first, last), all(): show all steps
-  const label = make("label", "mc-arms", "Arms of"), list = make("select"), S = { shown: "", proofs: [], curves: [], asked: false };
+  const label = make("label", "mc-arms", "Arms of"), list = make("select"), near = make("button", "mc-plain", "zoom"), S = { shown: "", proofs: [], curves: [], asked: false };
   list.setAttribute("aria-label", "Arms on view: those of this proof");
-  label.append(list); label.hidden = true; label.title = "Mean of the arms of a proof, with its 95 % interval, over the loss of the run";
+  near.title = "Show the steps of the arms"; near.onclick = () => { if (S.curves.length) close() };
+  label.append(list, near); label.hidden = true; label.title = "Mean of the arms of a proof, with its 95 % interval, over the loss of the run";
   list.onchange = () => { S.asked = true; send({ t: "arms", proof: list.value }); if (!list.value) all() };
   const holds = p => p.group.names.includes("loss"), colour = (c, i) => i ? c.series[[5, 4, 3, 2][(i - 1) % 4]] : c.fg;
+  const close = () => { const s = S.curves[0].step, a = s[0], b = s[s.length - 1], w = Math.max(4, b - a); S.asked = false; zoom(Math.max(0, a - w), b + w) };
   const name = c => `${c.name === "off" ? "arms without" : `arms with ${c.name}`} ×${c.arms}`;
 
   return {
@@ -18,7 +20,8 @@ function armsOf(send, zoom, all) {  // send(message), zoom(first, last), all(): 
       Object.assign(S, { shown: m.shown, proofs: m.proofs, curves: m.curves });
       if (list.dataset.said !== m.proofs.join("\0")) { list.dataset.said = m.proofs.join("\0"); list.replaceChildren(...["", ...m.proofs].map(n => { const o = make("option", "", n || "no proof"); o.value = n; return o })) }
       list.value = m.shown; label.hidden = !m.proofs.length; label.dataset.arms = m.curves.map(c => c.arms).join(" ");
-      if (S.asked && m.curves.length) { S.asked = false; const s = m.curves[0].step, a = s[0], b = s[s.length - 1], w = Math.max(4, b - a); zoom(Math.max(0, a - w), b + w) }
+      near.disabled = !m.curves.length;
+      if (S.asked && m.curves.length) close();
     },
     *values(p, x) {  // of the bands on view
       if (holds(p)) for (const c of S.curves) for (let k = 0; k < c.step.length; k++) if (c.step[k] >= x[0] && c.step[k] <= x[1]) for (const v of [c.low[k], c.mean[k], c.high[k]]) if (v !== null) yield v;

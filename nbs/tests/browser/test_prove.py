@@ -71,10 +71,14 @@ def test_prove_watch_keep(notebook):
     note = row.locator(".mp-rests").inner_text()
     assert "loss −" in note and "pairs · step" in note and "20" in note, note
     assert row.locator(".mp-proof").get_attribute("data-old") == "false"
-    nb.page.locator(".mc-arms select").select_option("001-lower_lr")  # shows the steps of the arms
+    nb.page.locator(".mc-arms button").click()  # the steps of the arms
     nb.until("() => !!document.querySelector('.medlab-curves').dataset.range")
     assert nb.page.locator(".mc-arm").count() == 2 and "arms with lower_lr" in nb.page.locator(".mc-arm").nth(1).inner_text()
     both(nb, "helps")
+    nb.page.locator(".mc-arms select").select_option("")
+    nb.until("() => !document.querySelector('.mc-arm') && !document.querySelector('.medlab-curves').dataset.range")
+    nb.page.locator(".mc-arms select").select_option("001-lower_lr")  # chosen, they are zoomed to
+    nb.until("() => document.querySelectorAll('.mc-arm').length === 2 && !!document.querySelector('.medlab-curves').dataset.range")
     row.locator(".mp-proof button", has_text="keep").click()
     nb.until("() => document.querySelector('[data-fix=lower_lr]').dataset.state === 'on'", seconds=60)
     nb.until("() => document.querySelector('[data-fix=lower_lr] .mp-rests').textContent.includes('kept at step')")
