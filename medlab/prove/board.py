@@ -78,13 +78,13 @@ class Board:
         "Of the proofs that can be read, oldest first."
         return [s for _, s in self.held.values() if s]
 
-# %% ../../nbs/prove/08_board.ipynb #49bf85d0
+# %% ../../nbs/prove/08_board.ipynb #9ff48083
 @patch
 def look(self:Board,
     now:bool=False,  # though the last look was a moment ago
 ):
     "Read what was written since the last look."
-    if not now and time.monotonic() < self.due: return
+    if not (now or time.monotonic() >= self.due) or not self.path.is_dir(): return  # out of reach: what was read stays
     self.due, found = time.monotonic() + self.every, {}
     for folder in proof_folders(self.path):
         was, written = self.held.get(folder), _written(folder)

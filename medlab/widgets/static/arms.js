@@ -5,7 +5,7 @@
 // To the kernel:    arms {proof: name | ""}
 
 function armsOf(send, zoom, all) {  // send(message), zoom(first, last), all(): show all steps
-  const label = make("label", "mc-arms", "Arms of"), list = make("select"), near = make("button", "mc-plain", "zoom"), S = { shown: "", proofs: [], curves: [], asked: false };
+  const label = make("label", "mc-arms", "Arms"), list = make("select"), near = make("button", "mc-plain", "zoom"), S = { shown: "", proofs: [], curves: [], asked: false };
   list.setAttribute("aria-label", "Arms on view: those of this proof");
   near.title = "Show the steps of the arms"; near.onclick = () => { if (S.curves.length) close() };
   label.append(list, near); label.hidden = true; label.title = "Mean of the arms of a proof, with its 95 % interval, over the loss of the run";
@@ -23,6 +23,7 @@ function armsOf(send, zoom, all) {  // send(message), zoom(first, last), all(): 
       near.disabled = !m.curves.length;
       if (S.asked && m.curves.length) close();
     },
+    alone: (p, x) => holds(p) && S.curves.length > 0 && x[1] - x[0] <= 5 * Math.max(4, S.curves[0].step.at(-1) - S.curves[0].step[0]),  // near them only the loss itself stands beside them: its parts would press them flat
     *values(p, x) {  // of the bands on view
       if (holds(p)) for (const c of S.curves) for (let k = 0; k < c.step.length; k++) if (c.step[k] >= x[0] && c.step[k] <= x[1]) for (const v of [c.low[k], c.mean[k], c.high[k]]) if (v !== null) yield v;
     },

@@ -20,6 +20,7 @@ const CSS = `
 .mc-runs { display: flex; gap: 4px 8px; flex: 1 1 300px; min-width: 0; flex-wrap: wrap }
 .mc-bar label { display: flex; align-items: center; gap: 6px; color: var(--mc-muted) }
 .mc-bar input { width: 90px; accent-color: var(--mc-brand) }
+.mc-bar label button { color: var(--mc-fg) }
 .mc-bar select { font: inherit; color: var(--mc-fg); background: var(--mc-bg); border: 1px solid var(--mc-line); border-radius: 3px; height: 22px; max-width: 170px }
 .mc-arm { display: inline-flex; align-items: center; gap: 5px; height: 20px; padding: 0 4px; max-width: 100%; min-width: 0 }
 .mc-number { display: inline-block; min-width: 4ch; text-align: right; font-variant-numeric: tabular-nums }
@@ -352,6 +353,7 @@ function view({ model, el, kept }) {
   function* curves(p) {
     for (let r = 0; r < S.runs.length; r++) if (S.runs[r] && !off("run", r)) for (let i = 0; i < p.group.names.length; i++) {
       const s = S.runs[r].series.get(p.group.names[i]);
+      if (s && s.name !== "loss" && arm.alone(p, span())) continue;
       if (s && !off(p.title, s.name)) yield { s, r, i, ...look(r, i) };
     }
   }
@@ -393,7 +395,7 @@ function view({ model, el, kept }) {
     let bad = 0;
     for (const curve of curves(p)) bad += wrong(m, curve);
     overlay(m);
-    p.say.textContent = [y.below && `${y.below} at or below 0, off the logarithmic axis`, bad && `${bad} not finite`].filter(Boolean).join(" · ");
+    p.say.textContent = [y.below && `${y.below} at or below 0, off the logarithmic axis`, bad && `${bad} not finite`, arm.alone(p, x) && p.group.names.length > 1 && "only the loss, beside its arms"].filter(Boolean).join(" · ");
     p.say.title = p.say.textContent;
     p.canvas.setAttribute("aria-label", `${p.title}, steps ${whole(x[0])} to ${whole(x[1])}${y.empty ? ", nothing recorded yet" : ""}. Arrow keys read values, plus and minus zoom, 0 shows all steps.`);
   }

@@ -43,14 +43,15 @@ function proving(ask, later) {  // what a row of a fix has of proofs; ask(kind, 
   function toggle(r, fix, open = !r.proof.form) {
     const p = r.proof;
     p.button.setAttribute("aria-expanded", open);
-    if (!open) { p.form?.remove(); p.form = null; return }
+    if (!open) { p.form?.remove(); p.form = null; p.why.hidden = !p.row?.why; return }
+    p.why.hidden = true;
     const form = p.form = make("div", "mp-form", undefined, { role: "group", "aria-label": `Proof of ${fix}` }), cost = make("div", "mp-cost", "", { role: "status" }), start = make("button", "mp-button mp-main", "Start the proof", { type: "button" }), never = make("button", "mp-button", "Cancel", { type: "button" });
     const field = (name, text, title) => { const l = make("label", "", text, { title }), i = make("input", "", undefined, { type: "text", inputmode: "numeric", name, "aria-label": `${text}: ${title}` }); i.value = typed[name]; i.oninput = () => { typed[name] = i.value; clearTimeout(p.timer); p.timer = later(price, 300) }; l.append(i); return l };
     const box = (name, text, title) => { const l = make("label", "", undefined, { title }), i = make("input", "", undefined, { type: "checkbox", name }); i.checked = typed[name]; i.onchange = () => { typed[name] = i.checked }; l.append(i, document.createTextNode(text)); return l };
     const fields = () => ({ name: fix, steps: number(typed.steps), seeds: number(typed.seeds) });
     const tell = (text, bad) => { cost.classList.toggle("mp-bad", bad); say(cost, text, text) };
     function price() { if (p.form === form) waiting.set(ask("cost", fields()), m => { if (p.form === form) tell(m.text, !m.ok) }) }
-    form.append(field("steps", "steps", "of each arm"), field("seeds", "pairs", "at most, 3 to 24"), box("scores", "scores", "measure the recipe's own scores of each arm, too, which may take long"), box("pause", "pause training", "let the run wait meanwhile"), cost, start, never);
+    form.append(field("steps", "steps", "of each arm"), field("seeds", "seeds", "pairs of arms at most, 3 to 24"), box("scores", "scores", "measure the recipe's own scores of each arm, too, which may take long"), box("pause", "pause training", "let the run wait meanwhile"), cost, start, never);
     start.onclick = () => { tell("asking", false); waiting.set(ask("prove", { ...fields(), scores: typed.scores, pause: typed.pause }), m => { if (m.ok) toggle(r, fix, false); else if (p.form === form) tell(m.text, true) }) };
     never.onclick = () => { toggle(r, fix, false); p.button.focus() };
     form.onkeydown = e => { if (e.key === "Escape") never.onclick(); else if (e.key === "Enter" && e.target.type === "text") start.onclick() };
@@ -59,7 +60,7 @@ function proving(ask, later) {  // what a row of a fix has of proofs; ask(kind, 
   }
 
   function draw(r, fix, row) {  // row: what the kernel says, undefined where there is nothing
-    const p = r.proof, b = row?.badge, busy = row?.busy, state = busy ? "begins" : b?.label ?? "";
+    const p = r.proof, b = (p.row = row)?.badge, busy = row?.busy, state = busy ? "begins" : b?.label ?? "";
     p.button.hidden = r.box.dataset.state === "on" || !!busy || !!b?.stop;
     if (p.button.hidden && p.form) toggle(r, fix, false);
     p.box.hidden = !b && !busy; r.box.dataset.proof = state;
