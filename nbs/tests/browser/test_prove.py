@@ -10,6 +10,7 @@ import pytest
 SMALL = "from medlab import Lab, Run, Trainer, recipes\nR = recipes.Restoration\nsmall = R(**{**R.tiny, 'image_size': (16, 16), 'blocks': (1,)})"
 TRAIN = "trainer = Trainer(small, 'runs/first', device='cpu', threads=1, lr=1e-7, val_share=0.0)\ntrainer.fit(12, progress=False)\ntrainer.start()"
 LAB = "lab = Lab('runs/first', share=0, stale_after=10**6)\nlab"
+pytestmark = pytest.mark.timeout(900)  # processes that begin, pages that are loaded again
 FIX = "[data-fix=lower_lr]"  # sets 2e-4, which is more than this run has: with it something is learned
 LABEL = "() => document.querySelector('[data-fix=lower_lr]')?.dataset.proof ?? ''"
 
