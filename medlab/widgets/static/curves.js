@@ -16,11 +16,11 @@ const CSS = `
 .medlab-curves { --mc-bg: var(--jp-layout-color0, #fff); --mc-fg: var(--jp-ui-font-color1, #222); --mc-muted: var(--jp-ui-font-color2, #666); --mc-line: var(--jp-border-color2, #ddd);
   --mc-brand: var(--jp-brand-color1, #1976d2); box-sizing: border-box; padding: 8px 10px; font: 12px/1.4 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--mc-fg); background: var(--mc-bg); border: 1px solid var(--mc-line); border-radius: 4px }
 .medlab-curves * { box-sizing: border-box }
-.mc-bar { display: flex; align-items: center; gap: 6px 14px; min-height: 26px; flex-wrap: wrap }
+.mc-bar { display: flex; align-items: center; gap: 6px 10px; min-height: 26px; flex-wrap: wrap }
 .mc-runs { display: flex; gap: 4px 8px; flex: 1 1 300px; min-width: 0; flex-wrap: wrap }
 .mc-bar label { display: flex; align-items: center; gap: 6px; color: var(--mc-muted) }
 .mc-bar input { width: 90px; accent-color: var(--mc-brand) }
-.mc-bar label button { color: var(--mc-fg) }
+.mc-bar .mc-arms { gap: 4px } .mc-bar .mc-arms button { color: var(--mc-fg); padding: 0 4px }
 .mc-bar select { font: inherit; color: var(--mc-fg); background: var(--mc-bg); border: 1px solid var(--mc-line); border-radius: 3px; height: 22px; max-width: 170px }
 .mc-arm { display: inline-flex; align-items: center; gap: 5px; height: 20px; padding: 0 4px; max-width: 100%; min-width: 0 }
 .mc-number { display: inline-block; min-width: 4ch; text-align: right; font-variant-numeric: tabular-nums }
@@ -395,7 +395,7 @@ function view({ model, el, kept }) {
     let bad = 0;
     for (const curve of curves(p)) bad += wrong(m, curve);
     overlay(m);
-    p.say.textContent = [y.below && `${y.below} at or below 0, off the logarithmic axis`, bad && `${bad} not finite`, arm.alone(p, x) && p.group.names.length > 1 && "only the loss, beside its arms"].filter(Boolean).join(" · ");
+    p.say.textContent = [y.below && `${y.below} at or below 0, off the logarithmic axis`, bad && `${bad} not finite`, arm.alone(p, x) && p.group.names.length > 1 && "without its parts"].filter(Boolean).join(" · ");
     p.say.title = p.say.textContent;
     p.canvas.setAttribute("aria-label", `${p.title}, steps ${whole(x[0])} to ${whole(x[1])}${y.empty ? ", nothing recorded yet" : ""}. Arrow keys read values, plus and minus zoom, 0 shows all steps.`);
   }
