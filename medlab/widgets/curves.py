@@ -20,6 +20,7 @@ from PIL import Image as Pillow
 
 from ..core import UserError, explained
 from ..plots import plain
+from ..prove.bands import ArmView
 from .codes import mend_kernel
 from .groups import View, as_groups, draw_figure, label, sources_of
 from .live import HZ, Messages, Still, Ticker, as_html, as_png, page_code, period_of
@@ -80,7 +81,7 @@ def read_click(
 @explained
 class Curves(anywidget.AnyWidget):
     "Curves of one or several runs, live in JupyterLab, drawn by `static/curves.js`. `close()` ends its thread."
-    _esm = page_code("life", "curves")
+    _esm = page_code("life", "arms", "curves")
     _clock = None  # until the constructor has accepted its arguments
 
     def __init__(self,
@@ -98,6 +99,7 @@ class Curves(anywidget.AnyWidget):
         self._view, self._hello, self._note = View(), True, ""  # on view; somebody has joined; a remark for the pages
         self._opens, self._open = (), None  # kinds of marks that can be opened, and by what
         self._busy, self._messages = threading.RLock(), Messages(lambda message: self.send(message))
+        self._arms, self._choice = _arm_view(self._sources), None  # see `ArmView`; a proof that a page has chosen
         self._begin(period)
 
     def close(self):
@@ -119,6 +121,9 @@ def _begin(self:Curves, period):
 # %% ../../nbs/widgets/05_curves.ipynb #37f9b6c9
 @patch
 def _heard(self:Curves, _, message, buffers):
+    if isinstance(message, dict) and message.get("t") == "arms":
+        self._choice = str(message.get("proof", ""))[:200]
+        return self._clock.wake()
     try:
         if self._opens and isinstance(message, dict) and message.get("t") == "mark":
             return self._open(read_click(message, len(self._sources), self._opens))
@@ -163,6 +168,7 @@ def tick(self:Curves,
         if hello: self._messages.forget()
         news = [s.poll() for s in self._sources]
         self._send_spec()
+        self._send_arms()
         for i, (s, new) in enumerate(zip(self._sources, news)):
             if new or force or hello or s.sent != view: self._send_curves(i, s, view)
         states = [dict(state=s.status.shown, fault=s.fault) for s in self._sources]
@@ -180,6 +186,23 @@ def _send_spec(self:Curves):
     labels = {n: label(n) for g in groups for n in g["names"]}
     self._messages.send_new("spec", groups=groups, runs=runs, labels=labels, smooth=self._smooth,
         opens=list(self._opens))
+
+# %% ../../nbs/widgets/05_curves.ipynb #85376e97
+def _arm_view(sources):
+    "The arms of the one run's proofs; None for several runs."
+    return ArmView(sources[0].history.reader.path) if len(sources) == 1 else None
+
+
+@patch
+def _send_arms(self:Curves):
+    "Send the arms that are on view, and the names of the proofs."
+    if self._arms is None: return
+    choice, self._choice = self._choice, None
+    if choice is not None:
+        try: self._arms.choose(choice)
+        except UserError as e: self._note = str(e)
+    self._arms.look()
+    self._messages.send_new("arms", **self._arms.message)
 
 # %% ../../nbs/widgets/05_curves.ipynb #9c84970e
 @patch

@@ -35,8 +35,9 @@ class Lab(W.HBox):
         groups=None,  # panels of curves: titles such as "loss", or {title: names of metrics}; None: all, see `Curves`
         share:float=0.1,  # of a thread's time spent on predictions, in [0, 1]; 0: no preview
         device="cpu",  # where predictions from checkpoints are made; those of a Trainer are made where it trains
+        stale_after:int=None,  # steps after which the verdict of a proof counts as old; None: ten lengths of its arms
     ):
-        self.panel = Panel(run)
+        self.panel = Panel(run, stale_after=stale_after)
         self.curves = Curves(run, groups, status=self.panel.state)
         self.fault = FaultView(run)
         self.fault.listen(self.curves)

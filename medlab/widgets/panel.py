@@ -24,6 +24,7 @@ from .desk import Desk, read_request
 from .groups import run_paths
 from .lines import json_safe, value_text
 from .monitor import RunMonitor
+from .proofs import KINDS, ProofDesk, read_stale
 from .live import HZ, Messages, Still, Ticker, page_code, period_of
 
 # %% ../../nbs/widgets/10_panel.ipynb #4a20f4cd
@@ -66,14 +67,15 @@ def _unknown(fresh, shown, low):
 @explained
 class Panel(anywidget.AnyWidget):
     "State, buttons, fixes, knobs and log of a run, live in JupyterLab. `close()` ends its thread."
-    _esm = page_code("life", "panel")
+    _esm = page_code("life", "proofs", "panel")
     _clock = None  # until the constructor has accepted its arguments
 
     def __init__(self,
         run,  # a Trainer, a Run, or the path of a run directory
         hz:float=HZ,  # looks at the run directory per second, in (0, 4]
+        stale_after:int=None,  # steps after which the verdict of a proof counts as old; None: ten lengths of its arms
     ):
-        period, paths = period_of(hz), run_paths(run)
+        period, paths, stale_after = period_of(hz), run_paths(run), read_stale(stale_after)
         if len(paths) != 1:
             raise UserError(f"a panel steers one run, and these are {len(paths)}; make a panel for each")
         self._monitor = RunMonitor(paths[0], run if hasattr(run, "mailbox") else None)
@@ -82,7 +84,7 @@ class Panel(anywidget.AnyWidget):
         self._messages = Messages(self.send)
         self._log = LogFeed(self._messages)
         self._busy, self._inbox = threading.RLock(), queue.SimpleQueue()
-        self._begin(period)
+        self._begin(period, stale_after)
 
     def close(self):
         "Take the widget away, and end its thread."
@@ -91,12 +93,13 @@ class Panel(anywidget.AnyWidget):
 
 # %% ../../nbs/widgets/10_panel.ipynb #7dd728f9
 @patch
-def _begin(self:Panel, period):
+def _begin(self:Panel, period, stale_after):
     mend_kernel()
     self._clock = Ticker(self, period, "medlab-panel")
     ref = weakref.ref(self)
     self._still = Still(self, lambda: ref().table())
     self._desk = Desk(self._monitor, self._controller, self._clock.wake)
+    self._proofs = ProofDesk(self._desk, stale_after)
     self._monitor.look()
     self._inbox.put(dict(t="hello"))
     self.on_msg(self._heard)
@@ -131,7 +134,7 @@ def _grant_waiting(self:Panel):
         if request["t"] == "dismiss": self._desk.faults.pop(request["key"], None)
         elif request["t"] == "hello": hello = True
         elif request["t"] == "older": older = True
-        else: self._desk.grant(request)
+        else: (self._proofs if request["t"] in KINDS else self._desk).grant(request)
     return hello, older
 
 # %% ../../nbs/widgets/10_panel.ipynb #0ddf47fa
@@ -206,6 +209,7 @@ def _send_new(self:Panel, older):
     new("can", buttons=self._controller.can(), doing="" if desk.wait is None else str(desk.wait))
     self._messages.send_changes("values", m.values)
     self._messages.send_changes("changes", desk.change_status())
+    new("proofs", rows=self._proofs.rows())
     newest = {c[0]: c for c in reversed(m.checkpoints)}  # step → checkpoint
     new("checkpoints", rows=[list(c) for c in newest.values()][::-1])
     self._log.send(m.log, older)

@@ -16,6 +16,7 @@ import anywidget
 import ipywidgets as W
 from fastcore.basics import patch
 
+from ..compare.comparison import compare_runs
 from ..core import UnknownName, UserError, explained
 from ..plots import plain
 from ..run.directory import Runs
@@ -66,6 +67,16 @@ class Folder:
 
 
 @patch
+def path_of(self:Folder,
+    name:str,  # of a run directory
+) -> Path:
+    "Where a run lies; raises `UnknownName` where there is none of that name."
+    known = {r.reader.path.absolute().name: path for path, r in self.runs.items()}
+    if isinstance(name, str) and name in known: return known[name]
+    raise UnknownName("run", plain(name, 60), known)
+
+
+@patch
 def look(self:Folder) -> list:  # of dictionaries, see `Listed.look`
     "Read what is new."
     there = {p.parent for p in self.root.glob("*/run.db")}
@@ -76,7 +87,7 @@ def look(self:Folder) -> list:  # of dictionaries, see `Listed.look`
 
 # %% ../../nbs/widgets/14_runs.ipynb #3959d385
 class RunTable(anywidget.AnyWidget):
-    "Rows of runs, one of which is open."
+    "Rows of runs, one of which is open, and of which some are compared."
     _esm = page_code("life", "runs")
 
     def __init__(self,
@@ -90,7 +101,7 @@ class RunTable(anywidget.AnyWidget):
 @explained
 class RunList(W.VBox):
     "The runs below a folder as a live table; a click opens the lab of a run. `close()` ends its threads."
-    _clock = lab = None  # until the constructor has accepted its arguments
+    _clock = lab = compared = None  # until the constructor has accepted its arguments
 
     def __init__(self,
         root="runs",  # folder of run directories; it may be empty, or come later
@@ -100,6 +111,7 @@ class RunList(W.VBox):
     ):
         mend_kernel()
         self.folder, self.options, self.open_run = Folder(root), dict(share=share, device=device), None
+        self.compared_runs = []  # names
         self._asked, self._rows = queue.SimpleQueue(), []
         self._clock = Ticker(self, period_of(hz), "medlab-runs")
         self.table = RunTable(lambda m, ref=weakref.ref(self): ref() and ref()._heard(m))
@@ -113,7 +125,8 @@ class RunList(W.VBox):
     def close(self):
         "Take the list and its lab away."
         if self._clock and self._clock.close():
-            if self.lab: self.lab.close()
+            for w in (self.lab, self.compared):
+                if w: w.close()
             self.folder.close()
             self.table.close()
         super().close()
@@ -127,7 +140,7 @@ def html(self:RunList) -> str:
 
 @patch
 def _heard(self:RunList, message):
-    if isinstance(message, dict) and message.get("t") in ("hello", "open"): self._asked.put(message)
+    if isinstance(message, dict) and message.get("t") in ("hello", "open", "compare"): self._asked.put(message)
     self._clock.wake()
 
 
@@ -136,14 +149,32 @@ def open_lab(self:RunList,
     name:str,  # of a run of the list; the one that is open is closed
 ):
     "Open the lab of a run; raises `UnknownName` where there is none."
-    known = {r.reader.path.absolute().name: path for path, r in self.folder.runs.items()}
-    if not isinstance(name, str) or name not in known: raise UnknownName("run", plain(name, 60), known)
+    path = self.folder.path_of(name)
     old, self.lab = self.lab, None
     self.open_run, was = None, self.open_run
     if old: old.close()
-    if was != name: self.lab, self.open_run = Lab(known[name], **self.options), name
-    self.children = (self.table, *([self.lab] if self.lab else []))
+    if was != name: self.lab, self.open_run = Lab(path, **self.options), name
+    self._lay_out()
     if self.lab: self.lab.tell_all()
+
+
+@patch
+def _lay_out(self:RunList): self.children = (self.table, *(w for w in (self.compared, self.lab) if w))
+
+# %% ../../nbs/widgets/14_runs.ipynb #985d31a3
+@patch
+def compare(self:RunList,
+    names,  # of two runs of the list or more; none: take the comparison away
+):
+    "Show runs side by side; raises `UnknownName`, and `UserError` where they cannot be compared."
+    if not isinstance(names, list) or len(names) == 1:
+        raise UserError("two runs or more can be compared; choose another")
+    paths = [self.folder.path_of(n) for n in names]
+    room = W.Layout(overflow="auto", max_height="600px")
+    made = W.HTML(compare_runs(paths)._repr_html_(), layout=room) if paths else None
+    old, self.compared, self.compared_runs = self.compared, made, names
+    self._lay_out()
+    if old: old.close()
 
 # %% ../../nbs/widgets/14_runs.ipynb #3f51ddda
 @patch
@@ -156,11 +187,12 @@ def tick(self:RunList,
         message = self._asked.get()
         if message["t"] == "hello": messages.forget()
         else:
-            try: self.open_lab(message.get("name"))
+            try: self.open_lab(message.get("name")) if message["t"] == "open" else self.compare(message.get("names"))
             except UserError as e: note = str(e)
     self._rows = self.folder.look()
     messages.send_new("rows", rows=self._rows, root=str(self.folder.root), note=note)
     messages.send_new("open", name=self.open_run)
+    messages.send_new("compared", names=self.compared_runs)
     messages.send_beat()
     self._still.look(self._rows, all(r["state"] not in LIVE for r in self._rows))
 

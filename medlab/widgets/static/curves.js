@@ -4,7 +4,7 @@
 // From the kernel:  spec {groups: [{title, log, names, ticks}], runs: [name], labels: {name: label}, smooth, opens: [kind]}
 //                   data {run, x: [first, last], range, request, last, series: [[name, kind, pairs, marks, last value]]} + float32 pairs
 //                   marks {run, marks: [{kind, step, last, count, label, text, level}]}, status {runs: [{state, fault}], note}
-//                   It speaks when it is made and when it is displayed, before the page has a view, and hears no page while a cell runs.
+//                   arms: see arms.js, which stands before this. It speaks when it is made and when it is displayed, before the page has a view, and hears no page while a cell runs.
 // To the kernel:    view {hello, range: null | [first, last], width, request}, mark {run, kind, first, last, at}: a click on one of the kinds of `opens`, "nan" for what is not finite
 
 const LIGHT = ["#2368a8", "#c2570c", "#2e8540", "#7a4bb0", "#b3325a", "#1f8a99"], DARK = ["#6cb2f5", "#f5a55a", "#7ed492", "#c09df0", "#f58aa4", "#66cfdd"];
@@ -16,10 +16,13 @@ const CSS = `
 .medlab-curves { --mc-bg: var(--jp-layout-color0, #fff); --mc-fg: var(--jp-ui-font-color1, #222); --mc-muted: var(--jp-ui-font-color2, #666); --mc-line: var(--jp-border-color2, #ddd);
   --mc-brand: var(--jp-brand-color1, #1976d2); box-sizing: border-box; padding: 8px 10px; font: 12px/1.4 var(--jp-ui-font-family, system-ui, sans-serif); color: var(--mc-fg); background: var(--mc-bg); border: 1px solid var(--mc-line); border-radius: 4px }
 .medlab-curves * { box-sizing: border-box }
-.mc-bar { display: flex; align-items: center; gap: 6px 14px; min-height: 26px; flex-wrap: wrap }
+.mc-bar { display: flex; align-items: center; gap: 6px 10px; min-height: 26px; flex-wrap: wrap }
 .mc-runs { display: flex; gap: 4px 8px; flex: 1 1 300px; min-width: 0; flex-wrap: wrap }
 .mc-bar label { display: flex; align-items: center; gap: 6px; color: var(--mc-muted) }
 .mc-bar input { width: 90px; accent-color: var(--mc-brand) }
+.mc-bar .mc-arms { gap: 4px } .mc-bar .mc-arms button { color: var(--mc-fg); padding: 0 4px }
+.mc-bar select { font: inherit; color: var(--mc-fg); background: var(--mc-bg); border: 1px solid var(--mc-line); border-radius: 3px; height: 22px; max-width: 170px }
+.mc-arm { display: inline-flex; align-items: center; gap: 5px; height: 20px; padding: 0 4px; max-width: 100%; min-width: 0 }
 .mc-number { display: inline-block; min-width: 4ch; text-align: right; font-variant-numeric: tabular-nums }
 .mc-note { height: 18px; overflow: hidden; white-space: nowrap; text-overflow: ellipsis; color: var(--mc-muted); font-variant-numeric: tabular-nums }
 .mc-note.mc-bad { color: var(--jp-error-color1, #c62828) }
@@ -144,7 +147,8 @@ function view({ model, el, kept }) {
   smoothing.append("Smoothing", slider, shown);
   all.disabled = true; all.title = "Show all steps (double click, Escape or 0)";
   folded.setAttribute("role", "group"); folded.setAttribute("aria-label", "Metrics that have not changed; a click shows the curve");
-  bar.append(runs, smoothing, all); root.append(bar, note, folded, grid); el.append(style, root);
+  const arm = armsOf(m => { try { model.send(m) } catch { } }, (a, b) => zoom(a, b), () => { if (S.range) ask(null) });
+  bar.append(runs, arm.box, smoothing, all); root.append(bar, note, folded, grid); el.append(style, root);
   let frame = 0, colours = null, styled = false;
 
   const kick = () => { if (!frame) frame = requestAnimationFrame(draw) };
@@ -285,7 +289,7 @@ function view({ model, el, kept }) {
         e.swatch.style.borderTopColor = several() ? colours.muted : colour; e.swatch.style.borderTopStyle = dash.length ? dash[0] > 2 ? "dashed" : "dotted" : "solid";
         return e;
       });
-      p.legend.replaceChildren(...p.entries.map(e => e.b));
+      p.legend.replaceChildren(...p.entries.map(e => e.b), ...arm.legend(p, colours));
     }
     if (within && held) [...root.querySelectorAll("button")].find(b => b.getAttribute("aria-label") === held)?.focus();
     said();
@@ -388,6 +392,7 @@ function view({ model, el, kept }) {
   function* curves(p) {
     for (let r = 0; r < S.runs.length; r++) if (S.runs[r] && !off("run", r)) for (let i = 0; i < p.group.names.length; i++) {
       const s = S.runs[r].series.get(p.group.names[i]);
+      if (s && s.name !== "loss" && arm.alone(p, span())) continue;
       if (s && !off(p.title, s.name)) yield { s, r, i, ...look(r, i) };
     }
   }
@@ -400,6 +405,7 @@ function view({ model, el, kept }) {
       if (u < lo) lo = u; if (v > hi) hi = v; if (u > 0 && u < least) least = u; else if (v > 0 && v < least) least = v;
       if (u <= 0) below++;
     }
+    for (const v of arm.values(p, x)) { if (v < lo) lo = v; if (v > hi) hi = v; if (v > 0 && v < least) least = v }
     const log = S.log[p.title] && hi > 0, empty = hi < lo;
     if (empty) { lo = 0; hi = 1 }
     if (log && !empty) { lo = Math.log(least); hi = Math.log(hi) }
@@ -421,13 +427,14 @@ function view({ model, el, kept }) {
     g.save(); g.beginPath(); g.rect(box.l, box.t - 6, box.r - box.l, box.b - box.t + 6); g.clip();
     vertical(m);
     for (const curve of curves(p)) line(m, curve);
+    arm.draw(m, colours);
     ticks(m); labels(m);
     if (y.empty) nothing(m);
     g.restore();
     let bad = 0;
     for (const curve of curves(p)) bad += wrong(m, curve);
     overlay(m);
-    p.say.textContent = [y.below && `${y.below} at or below 0, off the logarithmic axis`, bad && `${bad} not finite`].filter(Boolean).join(" · ");
+    p.say.textContent = [y.below && `${y.below} at or below 0, off the logarithmic axis`, bad && `${bad} not finite`, arm.alone(p, x) && p.group.names.length > 1 && "without its parts"].filter(Boolean).join(" · ");
     p.say.title = p.say.textContent;
     p.canvas.setAttribute("aria-label", `${p.title}, steps ${whole(x[0])} to ${whole(x[1])}${y.empty ? ", nothing recorded yet" : ""}. Arrow keys read values, plus and minus zoom, 0 shows all steps.`);
   }
@@ -609,7 +616,8 @@ function view({ model, el, kept }) {
       if (!S.asked) { S.range = m.range; all.disabled = !m.range; root.dataset.range = m.range ? m.range.join(" ") : "" }  // another view of the same widget may have zoomed
       arrange();
       root.dataset.answered = m.range ? m.range.join(" ") : ""; root.dataset.updates = ++S.count; root.dataset.last = m.last; root.dataset.request = m.request;
-    } else if (m.t === "marks") S.marks[m.run] = m.marks;
+    } else if (m.t === "arms") { arm.hear(m); legends() }
+    else if (m.t === "marks") S.marks[m.run] = m.marks;
     else if (m.t === "status") { S.status = m.runs; S.note = m.note }
     kick();
   }

@@ -5,7 +5,7 @@
 //                   head {state, step, target, loss, rate, mem, gpu, scale, skipped, row, device, precision}
 //                   can {buttons: {name: why not, or ""}, doing}, values {values, all}, changes {changes, all}, log {lines, all, more}
 //                   checkpoints {rows: [[step, time, bytes]]}, trouble {items: [{key, title, text, facts, trace, level, dismiss}]}, answer {request, ok, text}, beat
-//                   It speaks when it is made and when it is displayed, before the page has a view, and hears no page while a cell runs.
+//                   proofs: see proofs.js, which stands before this. It speaks when it is made and when it is displayed, before the page has a view, and hears no page while a cell runs.
 // To the kernel:    hello, set {knobs, request}, fix {name, on, request}, do {name, until, step, request}, older, dismiss {key}
 
 const OPEN = ["learning rate", "numerics"], ENDLESS = 1e12, PER_DECADE = 20, MOST = 2000;
@@ -218,8 +218,8 @@ function memory() {
 }
 
 function view({ model, el, past }) {
-  const S = { spec: null, head: {}, can: {}, doing: "", values: {}, changes: {}, mine: {}, rows: new Map(), fixes: [], groups: [], lines: new Map(), items: new Map(), kept: [], more: false, dead: false, folded: {}, aside: "" };
-  const root = make("div", "medlab-panel", undefined, { role: "group", "aria-label": "Panel of a run", "data-lm-suppress-shortcuts": "true" }), style = make("style", "", CSS);
+  const S = { spec: null, head: {}, can: {}, doing: "", values: {}, changes: {}, mine: {}, rows: new Map(), fixes: [], groups: [], lines: new Map(), items: new Map(), proofs: {}, kept: [], more: false, dead: false, folded: {}, aside: "" };
+  const root = make("div", "medlab-panel", undefined, { role: "group", "aria-label": "Panel of a run", "data-lm-suppress-shortcuts": "true" }), style = make("style", "", CSS + PROOF_CSS);
   root.addEventListener("keydown", e => e.stopPropagation());
   const words = () => Math.random().toString(36).slice(2, 12), timers = new Set();
   const later = (call, ms) => { const t = setTimeout(() => { timers.delete(t); call() }, ms); timers.add(t); return t };
@@ -413,12 +413,14 @@ function view({ model, el, past }) {
 
   // -- fixes --
 
+  const proof = proving(ask, later);
+
   function fixRow(fix) {
     const knobs = Object.keys(fix.on), sets = knobs.map(k => `${k} ${told(fix.off[k])} → ${told(fix.on[k])}`).join(", ");
     const r = row(fix.name, "", [fix.claim && `${fix.claim}.`, fix.measured ? `Measured: ${fix.measured}.` : "", `Sets ${sets}.`].filter(Boolean).join(" "));
     r.fix = fix; r.box.dataset.fix = fix.name;
     r.control = toggle(`Fix ${fix.name}`, () => { const to = r.share < knobs.length; wish(to ? fix.on : fix.off, "fix", { name: fix.name, on: to }) });
-    r.line.append(r.control);
+    r.line.append(r.control); proof.attach(r, fix.name);
     r.tellHelp = () => [fix.claim ? `Claim: ${fix.claim}.` : "No claim is made for it.", `Measured: ${fix.measured || "not yet"}.`, `On and off: ${knobs.map(k => `${k} = ${told(fix.on[k])} against ${told(fix.off[k])}, in force ${told(inForce(k))}`).join("; ")}.`, fateTitle(newest(ours(fix)))];
     return r;
   }
@@ -436,6 +438,7 @@ function view({ model, el, past }) {
     r.box.dataset.pending = waits; r.box.dataset.state = all ? "on" : partly ? "partly" : "off";
     const f = k ? fateOf(k) : { text: "", tone: "muted", title: "" };
     showFate(r, partly && !f.why && !waits ? { ...f, text: `partly, ${r.share} of ${knobs.length}`, tone: "warn" } : f);
+    proof.draw(r, r.fix.name, S.proofs[r.fix.name]);
     fill(r);
   }
 
@@ -658,10 +661,11 @@ function view({ model, el, past }) {
     can(m) { S.can = m.buttons; S.doing = m.doing; S.aside = S.doing ? "" : S.aside; remark(S.aside, S.aside ? "warn" : "muted"); drawButtons() },
     values(m) { S.values = m.all ? m.values : { ...S.values, ...m.values }; drawRows() },
     changes(m) { S.changes = m.all ? m.changes : { ...S.changes, ...m.changes }; settle(); drawRows() },
+    proofs(m) { S.proofs = m.rows; for (const r of S.fixes) drawFix(r) },
     log(m) { S.more = m.more; drawLog(m.lines, m.all) },
     checkpoints(m) { S.kept = m.rows; drawKept(); drawButtons() },
     trouble(m) { drawTrouble(m.items) },
-    answer(m) { if (m.request === S.waiting) { S.waiting = null; remark(m.text ?? "", m.ok ? "muted" : "bad") } if (!m.ok) { for (const [k, w] of Object.entries(S.mine)) if (w.request === m.request) delete S.mine[k]; drawRows() } },
+    answer(m) { proof.answer(m); if (m.request === S.waiting) { S.waiting = null; remark(m.text ?? "", m.ok ? "muted" : "bad") } if (!m.ok) { for (const [k, w] of Object.entries(S.mine)) if (w.request === m.request) delete S.mine[k]; drawRows() } },
     beat() {},
   };
 

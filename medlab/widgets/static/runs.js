@@ -1,11 +1,11 @@
 // A list of runs, newest first; a click on one opens its lab below. The kernel reads the run directories; nothing is kept in the notebook.
 // Names and texts of runs reach the page through textContent and setAttribute only. life.js, which stands before this, says whether the kernel speaks.
 //
-// From the kernel:  rows {rows: [{name, recipe, state, step, target, best, loss, bad, line, marks, when}], root, note}, open {name}, beat
-// To the kernel:    hello, open {name}, which closes the one that is open
+// From the kernel:  rows {rows: [{name, recipe, state, step, target, best, loss, bad, line, marks, when}], root, note}, open {name}, compared {names}, beat
+// To the kernel:    hello, open {name}, which closes the one that is open; compare {names}, two or more, and none takes the comparison away
 
 const SVG = "http://www.w3.org/2000/svg", ENDLESS = 1e12, TONE = { running: "ok", starting: "brand", paused: "warn", failed: "bad", killed: "bad" };
-const COLUMNS = ["run", "recipe", "state", "step", "best", "last loss", "loss"];
+const COLUMNS = ["run", "recipe", "state", "step", "best", "last loss", "loss", "compare"];
 
 const CSS = `
 .medlab-runs { --mr-fg: var(--jp-ui-font-color1, #222); --mr-muted: var(--jp-ui-font-color2, #666); --mr-line: var(--jp-border-color2, #ddd); --mr-soft: var(--jp-layout-color2, #f4f4f4); --mr-brand: #1565c0; --mr-ok: #2e7d32; --mr-warn: #8f5600; --mr-bad: #c62828;
@@ -25,6 +25,9 @@ body[data-jp-theme-light="false"] .medlab-runs { --mr-brand: #64b5f6; --mr-ok: #
 .medlab-runs svg { display: block; stroke: currentColor; fill: none; stroke-width: 1.3; stroke-linecap: round; stroke-linejoin: round }
 .medlab-runs svg .mr-bad { stroke: var(--mr-bad) }
 .medlab-runs .mr-none { padding: 10px; color: var(--mr-muted) }
+.medlab-runs input { margin: 0 0 0 16px; vertical-align: middle; accent-color: var(--mr-brand) }
+.mr-bar { position: sticky; bottom: 0; display: flex; align-items: center; justify-content: flex-end; gap: 8px; padding: 5px 10px; background: var(--jp-layout-color0, #fff); border-top: 1px solid var(--mr-line); color: var(--mr-muted) }
+.mr-bar button { font: inherit; color: var(--mr-fg); background: none; border: 1px solid var(--mr-line); border-radius: 3px; height: 22px; padding: 0 10px; cursor: pointer }
 .medlab-runs [hidden] { display: none }`;
 
 function make(tag, name, text) {
@@ -49,14 +52,25 @@ function curve({ line, marks, name }) {
 }
 
 function view({ model, el, kept }) {
-  let rows = [], root = "", note = "", open = null;
-  const box = make("div", "medlab-runs"), style = make("style", "", CSS), table = make("table"), body = make("tbody"), top = make("tr"), none = make("div", "mr-none");
+  let rows = [], root = "", note = "", open = null, compared = [];
+  const chosen = new Set();
+  const box = make("div", "medlab-runs"), style = make("style", "", CSS), table = make("table"), body = make("tbody"), top = make("tr"), none = make("div", "mr-none"), bar = make("div", "mr-bar"), told = make("span"), go = make("button", "", "Compare"), away = make("button", "", "Take away");
   box.setAttribute("role", "group"); box.setAttribute("aria-label", "Runs"); box.dataset.lmSuppressShortcuts = "true";
   box.addEventListener("keydown", e => e.stopPropagation());
   for (const c of COLUMNS) { const th = make("th", ["step", "last loss"].includes(c) ? "mr-number" : "", c); th.scope = "col"; top.append(th) }
-  const head = make("thead"); head.append(top); table.append(head, body); box.append(table, none); el.append(style, box);
+  const head = make("thead"); head.append(top); table.append(head, body); bar.append(told, go, away); box.append(table, none, bar); el.append(style, box);
 
   const ask = name => { try { model.send({ t: "open", name }) } catch { return } };
+
+  const compare = names => { try { model.send({ t: "compare", names }) } catch { return } };
+  go.onclick = () => compare(rows.map(r => r.name).filter(n => chosen.has(n)));
+  away.onclick = () => { chosen.clear(); compare([]); drawBar(); draw() };
+
+  function drawBar() {  // what is chosen, and what can be done with it
+    const n = rows.filter(r => chosen.has(r.name)).length;
+    bar.hidden = !n && !compared.length; go.hidden = n < 2; away.hidden = !compared.length;
+    told.textContent = n === 1 ? "choose another run to compare it with" : n ? `${n} runs chosen` : "";
+  }
 
   function row(r) {
     const tr = make("tr"), cell = (text, name, title) => { const td = make("td", name, text); if (title) td.title = title; tr.append(td); return td };
@@ -69,6 +83,11 @@ function view({ model, el, kept }) {
     cell(r.best ?? "–", r.best ? "" : "mr-muted");
     cell(r.loss ?? "–", "mr-number" + (r.bad ? " mr-bad" : ""));
     cell("").append(curve(r));
+    const pick = make("input"), last = cell("");
+    pick.type = "checkbox"; pick.checked = chosen.has(r.name); pick.setAttribute("aria-label", `Compare run ${r.name}`);
+    last.onclick = pick.onkeydown = e => e.stopPropagation();
+    pick.onchange = () => { pick.checked ? chosen.add(r.name) : chosen.delete(r.name); drawBar() };
+    last.append(pick);
     return tr;
   }
 
@@ -76,7 +95,7 @@ function view({ model, el, kept }) {
     const held = document.activeElement?.dataset?.run, within = box.contains(document.activeElement);
     body.replaceChildren(...rows.map(row));
     table.hidden = !rows.length; none.hidden = !!rows.length && !note; none.textContent = note || (root ? `no run below ${root}` : "");
-    box.dataset.open = open ?? "";
+    box.dataset.open = open ?? ""; drawBar();
     if (within && held !== undefined) [...body.children].find(tr => tr.dataset.run === held)?.focus({ preventScroll: true });
   }
 
@@ -85,6 +104,7 @@ function view({ model, el, kept }) {
     alive.heard();
     if (m.t === "rows") { rows = m.rows; root = m.root; note = m.note; draw() }
     else if (m.t === "open") { open = m.name; draw() }
+    else if (m.t === "compared") { compared = m.names; for (const n of compared) chosen.add(n); box.dataset.compared = compared.join(" "); draw() }
   }
   model.on("msg:custom", heard);
   kept.tell(heard);
