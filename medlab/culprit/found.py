@@ -125,7 +125,8 @@ def found_in(
     files = files_of(again.recipe, again.loader.dataset.dataset, d.index, d.case, d.sample)
     places = [place_in_file(f) for f in files] if bad or d.fault else []
     seen = dict(module=_module(look), look=look.text, weights=look.weights) if look else {}
-    if (n := again.cases.count(d.case)) > 1: notes = (*notes, f"{d.case} was drawn {n} times in this step; one is shown")
+    n = again.cases.count(d.case)
+    if n > 1: notes = (*notes, f"{d.case} was drawn {n} times in this step; one is shown")
     return FaultySample(run, again.mark.step, again.mark.text, d.case, d.index, d.micro, tuple(again.cases), d.used,
         why or d.why, d.fault.reason if d.fault else "", tuple(files), tuple(p for p in places if p), bad,
         tensors, spacing_of(given), _shown(tensors, bad), activation=_activation(look, d, again),
