@@ -5,17 +5,23 @@
 // To the kernel:    cost {name, steps, seeds}, prove {name, steps, seeds, scores, pause}, proof {name, what: stop | keep | go on | forget}
 
 const PROOF_CSS = `
-.mp-line > .mp-prove { flex: none; height: 20px; padding: 0 7px; font-size: 11px; border-color: var(--mp-line) } .mp-line > .mp-prove:hover, .mp-line > .mp-prove:focus-visible { border-color: var(--mp-edge) }
+.mp-act { border: 1px solid var(--mp-edge); border-radius: 3px; background: var(--mp-bg); white-space: nowrap } .mp-act:hover { background: var(--mp-soft) }
+.mp-act.mp-main { border-color: var(--mp-brand); background: var(--mp-brand); color: var(--mp-on) !important; font-weight: 600 }
+@container (max-width: 440px) {  /* a name that stands beside a button and the fate of a change is broken, and not cut */
+  .mp-row[data-fix] > .mp-line { height: auto; min-height: 27px } .mp-row[data-fix] .mp-label { height: auto; min-height: 22px }
+  .mp-row[data-fix] .mp-label .mp-cut { white-space: normal; overflow-wrap: anywhere; line-height: 1.1 } .mp-row[data-fix] .mp-fate { flex: 1 0 auto }
+}
+.mp-line > .mp-prove { flex: none; height: 20px; padding: 0 5px; font-size: 11px; border-color: var(--mp-line) } .mp-line > .mp-prove:hover, .mp-line > .mp-prove:focus-visible { border-color: var(--mp-edge) }
 .mp-proof { display: flex; flex-wrap: wrap; align-items: center; gap: 3px 6px; padding: 0 0 5px; font-size: 11px; line-height: 16px; font-variant-numeric: tabular-nums }
 .mp-badge { flex: none; margin-right: auto; padding: 0 6px; border: 1px solid currentColor; border-radius: 8px; font-weight: 600; white-space: nowrap; cursor: help }
 .mp-plain { color: var(--mp-fg) }
 .mp-proof > .mp-rests { order: 1; flex: 1 1 100%; min-width: 0; color: var(--mp-muted); overflow-wrap: anywhere }
 .mp-proof[data-old=true] > .mp-badge { color: var(--mp-muted); border-style: dashed; font-weight: 500 }
-.mp-proof > .mp-button { flex: none; height: 20px; padding: 0 8px; font-size: 11px }
+.mp-proof > .mp-act { flex: none; height: 20px; padding: 0 8px; font-size: 11px }
 .mp-form { margin: 0 0 7px; padding: 7px 8px; border: 1px solid var(--mp-line); border-radius: 3px; display: flex; flex-wrap: wrap; align-items: center; gap: 6px 12px }
 .mp-form label { display: flex; align-items: center; gap: 5px; white-space: nowrap } .medlab-panel .mp-form input[type=text] { width: 52px }
 .mp-cost { flex: 1 1 100%; color: var(--mp-muted); font-size: 11px; min-height: 2.9em } .mp-cost.mp-bad { color: var(--mp-bad) }
-.mp-form > .mp-button { padding: 0 10px; height: 24px }
+.mp-form > .mp-act { padding: 0 10px; height: 24px }
 .mp-refusal { display: flex; align-items: flex-start; gap: 6px } .mp-refusal > span { flex: 1 } .medlab-panel .mp-refusal button { flex: none; width: 18px; height: 18px; margin: 0; padding: 0; border: 0; background: none }`;
 
 function proving(ask, later) {  // what a row of a fix has of proofs; ask(kind, fields) → name of the request
@@ -24,12 +30,12 @@ function proving(ask, later) {  // what a row of a fix has of proofs; ask(kind, 
 
   function attach(r, fix) {
     const p = r.proof = { form: null, box: make("div", "mp-proof"), badge: make("span", "mp-badge"), note: make("span", "mp-rests"), why: make("div", "mp-why mp-bad mp-refusal"), whyText: make("span"), buttons: {} };
-    p.button = make("button", "mp-button mp-prove", "prove", { type: "button", "aria-expanded": false, "aria-label": `Prove ${fix}`, title: "Prove it: from the state of now, arms with this fix and without, which say whether it does anything. Training goes on." });
+    p.button = make("button", "mp-act mp-prove", "prove", { type: "button", "aria-expanded": false, "aria-label": `Prove ${fix}`, title: "Prove it: from the state of now, arms with this fix and without, which say whether it does anything. Training goes on." });
     p.button.onclick = () => toggle(r, fix);
     r.control.before(p.button);
     p.box.append(p.badge, p.note);
     for (const [what, text, title] of [["keep", "keep", "Switch the fix on in the run; its log will name this proof"], ["stop", "stop", "Stop the proof; the arms that are made stay"], ["go on", "go on", "Make the arms that are left"]]) {
-      const b = p.buttons[what] = make("button", "mp-button", text, { type: "button", title, "aria-label": `${text} the proof of ${fix}` });
+      const b = p.buttons[what] = make("button", "mp-act", text, { type: "button", title, "aria-label": `${text} the proof of ${fix}` });
       b.onclick = () => { b.disabled = true; later(() => { b.disabled = false }, 2000); ask("proof", { name: fix, what }) };
       p.box.append(b);
     }
@@ -45,7 +51,7 @@ function proving(ask, later) {  // what a row of a fix has of proofs; ask(kind, 
     p.button.setAttribute("aria-expanded", open);
     if (!open) { p.form?.remove(); p.form = null; p.why.hidden = !p.row?.why; return }
     p.why.hidden = true;
-    const form = p.form = make("div", "mp-form", undefined, { role: "group", "aria-label": `Proof of ${fix}` }), cost = make("div", "mp-cost", "", { role: "status" }), start = make("button", "mp-button mp-main", "Start the proof", { type: "button" }), never = make("button", "mp-button", "Cancel", { type: "button" });
+    const form = p.form = make("div", "mp-form", undefined, { role: "group", "aria-label": `Proof of ${fix}` }), cost = make("div", "mp-cost", "", { role: "status" }), start = make("button", "mp-act mp-main", "Start the proof", { type: "button" }), never = make("button", "mp-act", "Cancel", { type: "button" });
     const field = (name, text, title) => { const l = make("label", "", text, { title }), i = make("input", "", undefined, { type: "text", inputmode: "numeric", name, "aria-label": `${text}: ${title}` }); i.value = typed[name]; i.oninput = () => { typed[name] = i.value; clearTimeout(p.timer); p.timer = later(price, 300) }; l.append(i); return l };
     const box = (name, text, title) => { const l = make("label", "", undefined, { title }), i = make("input", "", undefined, { type: "checkbox", name }); i.checked = typed[name]; i.onchange = () => { typed[name] = i.checked }; l.append(i, document.createTextNode(text)); return l };
     const fields = () => ({ name: fix, steps: number(typed.steps), seeds: number(typed.seeds) });
@@ -61,7 +67,7 @@ function proving(ask, later) {  // what a row of a fix has of proofs; ask(kind, 
 
   function draw(r, fix, row) {  // row: what the kernel says, undefined where there is nothing
     const p = r.proof, b = (p.row = row)?.badge, busy = row?.busy, state = busy ? "begins" : b?.label ?? "";
-    p.button.hidden = r.box.dataset.state === "on" || !!busy || !!b?.stop;
+    p.button.hidden = r.box.dataset.state === "on" || r.box.dataset.pending === "true" || !!busy || !!b?.stop;
     if (p.button.hidden && p.form) toggle(r, fix, false);
     p.box.hidden = !b && !busy; r.box.dataset.proof = state;
     if (!p.box.hidden) {
