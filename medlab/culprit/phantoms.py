@@ -6,6 +6,7 @@
 __all__ = ['RECIPE', 'CLASS', 'SIZE', 'SPACING', 'HOLE', 'write_ward']
 
 # %% ../../nbs/culprit/00_phantoms.ipynb #3a5b3b9c
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +67,9 @@ HOLE = (9, 14, 8)  # first voxel (z, y, x) of the NaN, as the array is held
 
 
 def write_ward(
-    folder,  # to be made: scans/ and ward.py lie in it
+    folder,  # to be made: scans/ and ward_….py lie in it
     cases:int=6,  # scans, ≥ 5: p02 has a hole of NaN, p04 is empty
-) -> Path:  # of ward.py, which holds the recipe `Ward`
+) -> Path:  # of the file that holds the recipe `Ward`; it is named by its folder, as a process imports a name but once
     "Write scans and a recipe."
     folder = Path(folder)
     (folder / "scans").mkdir(parents=True)
@@ -79,5 +80,6 @@ def write_ward(
         affine = np.diag([*SPACING[::-1], 1.0])
         affine[:3, 3] = -12, -15 + i, -16
         write_volume(Volume(data.astype(np.float32), affine), folder / "scans" / f"p{i:02}.nii.gz")
-    (folder / "ward.py").write_text(RECIPE + CLASS, encoding="utf-8")
-    return folder / "ward.py"
+    file = folder / f"ward_{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}.py"
+    file.write_text(RECIPE + CLASS, encoding="utf-8")
+    return file
