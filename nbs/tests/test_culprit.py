@@ -69,7 +69,7 @@ def test_another_process_trains_and_is_killed(ward, tmp_path):
         trainer.kill()
         trainer.wait()
     assert run.state == "killed" and run.sample_at(hole).case == "p02" and run.state == "killed"
-    late = max(e.step for e in run.events("drop") if e.step > 20)
+    late = max(e.step for e in run.events("drop") if 20 < e.step <= run.step - 1)  # events outlive the telemetry of the last half second
     found = run.sample_at(late)
     assert "the checkpoint of step" in found.weights and not is_live(path)
     with Trainer.open(path, device="cpu", threads=1) as t: t.fit(steps=1, progress=False)  # and it goes on as if nobody had looked
