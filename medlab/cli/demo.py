@@ -60,7 +60,8 @@ def demo_recipe(
 ) -> Restoration:
     "The recipe that the demo trains."
     network = dict(network="fftformer", dim=8, blocks=(1, 1), refinement=0)
-    task = dict(spatial_dims=2, image_size=(48, 48), batch_size=4, strength=4.0, level=0.03, seed=3)
+    task = dict(spatial_dims=2, image_size=(48, 48), batch_size=4, strength=4.0, level=0.03, seed=3,
+        patient_rule=r"(head\d+)")  # four contrasts of each
     return Restoration(data_root=str(data_root), **network | task | changes)
 
 

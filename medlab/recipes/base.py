@@ -240,6 +240,12 @@ def _shares(self:Recipe, cohort, val, test):
     return dict(val=val, test=test, by=by, folds=self.cv_folds, fold=self.cv_fold)
 
 
+def _alike_by_design(copies, named):
+    "Whether cases look alike as those of one patient may, such as two contrasts of one head."
+    cases = copies.cases
+    return copies.kind in ("form", "marks") and len(cases) > 1 and len({named.of[c] for c in cases}) == 1
+
+
 @patch
 def _divided_info(self:Recipe, cohort, given, shares):
     "What `divide` returns; raises `UserError` for leaks that nobody asked for."
@@ -250,7 +256,8 @@ def _divided_info(self:Recipe, cohort, given, shares):
         folds=self.cv_folds, fold=self.cv_fold, **shares)
     proof = prove(sides, cohort.patients, cohort.prints, cohort.copies, found, **how)
     return dict(split=dataclasses.asdict(self.split), patients=len({*map(whose.__getitem__, self.split.names)}),
-        identity=str(cohort.patients), copies=[str(c) for c in cohort.copies], leaks=found, proof=proof,
+        identity=str(cohort.patients), copies=[str(c) for c in cohort.copies if not _alike_by_design(c, cohort.named)],
+        leaks=found, proof=proof,
         look_alikes=look_alikes(cohort.patients))
 
 # %% ../../nbs/recipes/00_base.ipynb #961c3a61
