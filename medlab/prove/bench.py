@@ -19,7 +19,7 @@ from ..core import RunFailed, UserError
 from ..memory.inference import infer
 from ..numerics.finite import is_finite
 from .arms import Arm, ArmResult, flip_bit
-from .held_out import HeldOutLoss, mean_losses, own_values
+from .held_out import HeldOutLoss, mean_losses
 from .plan import Plan
 from ..train.again import begin_again, make_steps
 from ..train.trainer import Trainer
@@ -75,7 +75,6 @@ class Bench:
     ):
         self.trainer, self.plan = trainer, plan
         self.state = copy.deepcopy(trainer.state.state_dict())
-        self.off = own_values(trainer.recipe)
         self.held_out = HeldOutLoss(trainer.recipe, plan.cases, plan.draws, plan.at + 1)
 
     @property
@@ -90,7 +89,7 @@ class Bench:
 
     def losses(self, values=None) -> dict:
         "The losses of the network as it is; with other values of the recipe's own knobs, where they are given."
-        return mean_losses(self.held_out, self.trainer.step, self.off if values is None else {**self.off, **values})
+        return mean_losses(self.held_out, self.trainer.step, {**self.held_out.values, **(values or {})})
 
 # %% ../../nbs/prove/03_bench.ipynb #b2b37818
 @patch
@@ -112,7 +111,7 @@ def changed_loss(self:Bench,
     knobs:dict,  # of a factor
 ) -> tuple:  # (loss without, loss with them) of the same weights; None: they change nothing of it
     "Whether knobs change the loss itself, and not only what is learned."
-    own = {k: v for k, v in knobs.items() if k in self.off}
+    own = {k: v for k, v in knobs.items() if k in self.held_out.values}
     if not own: return None
     before, after = self.losses()["loss"], self.losses(own)["loss"]
     return None if before == after or math.isnan(before) else (before, after)

@@ -17,8 +17,9 @@ from fastcore.basics import patch
 
 from ..core import UserError
 from ..knobs.controls import same
-from .plan import Plan, by_key, judged, most_arms
-from .proof import GOING, Proof, proof_folders
+from .plan import Plan, most_arms, verdicts_of
+from ..forks.point import GOING
+from .proof import Proof, proof_folders
 
 # %% ../../nbs/prove/08_board.ipynb #6abe6a75
 @dataclass(frozen=True)
@@ -46,9 +47,8 @@ def standing(
     p = Proof(folder)
     try:
         plan, results, state = p.plan, p.results, p.state
-        done = by_key(results)
         told = [e.text for e in p.run.events("error")][-1:] if state == "failed" else []
-        verdicts = {f.name: judged(plan, f.name, done).verdict for f in plan.factors}
+        verdicts = verdicts_of(plan, results)
         return Standing(p.path, state, plan, verdicts, len(results), p.run.meta.get("created", 0.0), "".join(told))
     finally: p.close()
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMBINED', 'FIRST', 'MOST', 'Factor', 'factors_of', 'Plan', 'refuse_plan', 'too_few', 'by_key', 'aa_differences',
-           'Judged', 'judged', 'next_arm', 'most_arms']
+           'Judged', 'judged', 'verdicts_of', 'next_arm', 'most_arms']
 
 # %% ../../nbs/prove/02_plan.ipynb #af9c1368
 from dataclasses import asdict, dataclass
@@ -140,7 +140,6 @@ class Judged:
     "A factor, and what the arms say of it so far."
     judge:Judge
     quiet:str = ""  # why the A/A pairs measured no noise; "": they did, or there are none yet
-    complete:int = 0  # pairs of which both arms were made
 
     @property
     def verdict(self):
@@ -160,12 +159,19 @@ def judged(
     found = Judged(*_judge(plan, aa if enough else ()))
     for pair in range(1, plan.pairs + 1):
         off, on = done.get((OFF, pair)), done.get((factor, pair))
-        if not (off and on): break
-        found.complete = pair
-        if found.judge.done: continue
+        if not (off and on) or found.judge.done: break
         alike, values = bool(off.digest) and off.digest == on.digest, (r.value(plan.metric) for r in (off, on))
         found.judge.add(*values, bool(off.diverged), bool(on.diverged), identical=alike)
     return found
+
+
+def verdicts_of(
+    plan:Plan,
+    results,  # of `ArmResult`
+) -> dict:  # name of a factor → `medlab.verdict.verdict.Verdict`
+    "What the arms so far say of every factor."
+    done = by_key(results)
+    return {f.name: judged(plan, f.name, done).verdict for f in plan.factors}
 
 # %% ../../nbs/prove/02_plan.ipynb #fecf096f
 def _alike(plan, done, factor):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..core import UserError, with_own_line
 from .arms import Arm, ArmResult
 from .bench import Bench, lower_is_better
-from .plan import Plan, aa_differences, by_key, judged, most_arms, next_arm
+from .plan import Plan, aa_differences, by_key, most_arms, next_arm, verdicts_of
 from .proof import Proof, proofs_of
 from ..run.directory import Run
 from ..train.state import recipe_of
@@ -120,8 +120,7 @@ def work_off(
 # %% ../../nbs/prove/05_work.ipynb #b1ac3442
 def _tell(proof, writer, plan, results, say):
     "Write the verdicts into the proof, and one event into its run."
-    done = by_key(results)
-    found = {f.name: judged(plan, f.name, done).verdict for f in plan.factors}
+    found = verdicts_of(plan, results)
     for name, v in found.items():
         writer.event("verdict", f"{name}: {v}", at=plan.at, factor=name, verdict=v.record())
         say(f"{name}: {v}")
