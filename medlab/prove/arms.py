@@ -84,7 +84,6 @@ class ArmResult:
     memory:float = None  # GB at most: of the GPU, where there is one, else of the process
     seconds:float = 0.0  # from the state to the scores
     segment:int = None  # of the proof's run that holds its telemetry
-    notes:tuple = ()  # what to know beside it
 
     @property
     def key(self) -> tuple: "As of `Arm`."; return self.factor, self.pair
@@ -98,4 +97,4 @@ class ArmResult:
     def stored(self) -> dict: "As JSON."; return asdict(self)
 
     @classmethod
-    def of(cls, stored:dict): "From what `stored` gave."; return cls(**{**stored, "notes": tuple(stored["notes"])})
+    def of(cls, stored:dict): "From what `stored` gave."; return cls(**stored)

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from ..core import UserError
 from ..knobs.controls import same
 from .plan import Plan, most_arms, verdicts_of
-from ..forks.point import GOING
+from ..train.process import GOING
 from .proof import Proof, proof_folders
 
 # %% ../../nbs/prove/08_board.ipynb #6abe6a75

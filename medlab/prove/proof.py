@@ -17,7 +17,7 @@ from fastcore.basics import patch
 
 from ..core import UnknownName, UserError
 from ..forks.fork import PROOFS
-from ..forks.point import GOING
+from ..train.process import GOING
 from ..plots import _figure, _jitters, _smooth, plain
 from .arms import OFF, ArmResult
 from .plan import Plan, by_key, next_arm, verdicts_of

@@ -15,7 +15,7 @@ import numpy as np
 from ..core import UserError, explained
 from ..forks.change import ForkChange, stored_fix
 from ..forks.fork import PROOFS, fork_run, open_run
-from ..forks.point import GOING
+from ..train.process import GOING
 from ..knobs.controls import same
 from .plan import Plan, factors_of, refuse_plan, too_few
 from .proof import Proof, proofs_of
