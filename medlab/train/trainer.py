@@ -416,6 +416,7 @@ def start(self:Trainer,
     self._claim(steps, FOREVER if forever else until)
     levels = () if "ipykernel" in sys.modules else LEVELS
     start_worker(self.worker, lambda: self._train_here(False, levels))
+    self.writer.store.flush()  # who reads the run from here on sees that it is going
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #218e151f
