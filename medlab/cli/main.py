@@ -6,7 +6,7 @@
 __all__ = ['FEW', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job', 'resumed_job',
            'loggers_of', 'save_late', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict', 'evaluate', 'embed',
            'probe', 'export', 'fork', 'prove', 'one_folder', 'runs', 'compare', 'notebook', 'check', 'lab', 'demo',
-           'selftest', 'cache', 'usage', 'show_warning', 'main']
+           'selftest', 'cache', 'usage', 'WarningLines', 'main']
 
 # %% ../../nbs/cli/08_main.ipynb #d313b561
 import contextlib
@@ -749,10 +749,17 @@ def usage() -> str:
     return "\n".join([title, *lines, tab])
 
 
-def show_warning(message, category, filename, lineno, file=None, line=None):
-    "One line for a warning of medlab's own or of the user's data; what libraries warn developers of stays silent."
-    own = Path(filename).is_relative_to(Path(medlab.__file__).parent)
-    if own and issubclass(category, UserWarning): print_text(f"medlab: {message}", file=sys.stderr)
+# %% ../../nbs/cli/08_main.ipynb #2f8c8fef
+class WarningLines:
+    "Prints a warning of medlab's own, or of the user's data, in one line and once; hides what is meant for developers."
+
+    def __init__(self): self.shown = set()
+
+    def __call__(self, message, category, filename, lineno, file=None, line=None):
+        text, own = str(message), Path(filename).is_relative_to(Path(medlab.__file__).parent)
+        if text in self.shown or not own or not issubclass(category, UserWarning): return
+        self.shown.add(text)
+        print_text(f"medlab: {text}", file=sys.stderr)
 
 # %% ../../nbs/cli/08_main.ipynb #a34d2c62
 def _command(argv):
@@ -793,6 +800,6 @@ def main(
 ) -> int:  # exit status: 0 done, 1 failed run, 2 a user's mistake, 130 stopped
     "The `medlab` command."
     with warnings.catch_warnings():
-        warnings.showwarning = show_warning
+        warnings.showwarning = WarningLines()
         try: return _command(sys.argv[1:] if argv is None else argv)
         except (Exception, KeyboardInterrupt) as e: return _status_of(e)
