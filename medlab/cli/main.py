@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job', 'resumed_job',
            'loggers_of', 'save_late', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict', 'evaluate', 'embed',
-           'probe', 'export', 'fork', 'prove', 'one_folder', 'runs', 'compare', 'notebook', 'check', 'lab', 'demo',
-           'selftest', 'cache', 'usage', 'WarningLines', 'main']
+           'probe', 'export', 'fork', 'prove', 'forecast', 'one_folder', 'runs', 'compare', 'notebook', 'check', 'lab',
+           'demo', 'selftest', 'cache', 'usage', 'WarningLines', 'main']
 
 # %% ../../nbs/cli/08_main.ipynb #d313b561
 import contextlib
@@ -548,6 +548,27 @@ def prove(
     _add_recipe(p)
     return prove_in_words(parsed(p, argv), _named(argv))
 
+# %% ../../nbs/cli/08_main.ipynb #5b40a88c
+def forecast(
+    argv,  # RECIPE and options
+) -> int:  # exit status
+    "Say whether training would fit into memory, on each rank, before it is begun: forecast RECIPE --memory 80GB."
+    from medlab.cli.forecast import OWN, USAGE, forecast_in_words
+    words = {}
+    for name in OWN:
+        for spelling in dict.fromkeys(("--" + name.replace("_", "-"), "--" + name)):
+            value, argv = option_word(argv, spelling)
+            if value is not None: words[name] = value
+    named = bool(argv) and not argv[0].startswith("-")
+    name, argv = (argv[0], argv[1:]) if named else option_word(argv, "--recipe")
+    if name is None and {"-h", "--help"} & {*argv}: print_text(USAGE); return 0
+    if name is None: raise UserError(f"which recipe? {USAGE}")
+    if resumed_run(argv): raise UserError("forecast looks at a new run; leave out --resume (trainer.forecast() tells of "
+        "one that goes on)")
+    fields, knobs, rest = options(recipe_class(name), argv)
+    print_text(forecast_in_words(new_job(recipe_class(name), fields, rest).recipe, words, rest.get("device"), **knobs))
+    return 0
+
 # %% ../../nbs/cli/08_main.ipynb #4c1b9486
 def one_folder(
     argv,  # words after the command
@@ -737,8 +758,8 @@ def cache(argv) -> int:
 
 # %% ../../nbs/cli/08_main.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, evaluate=evaluate, embed=embed, probe=probe, export=export, fork=fork,
-    prove=prove, runs=runs, compare=compare, notebook=notebook, check=check, cache=cache, demo=demo, lab=lab,
-    selftest=selftest)
+    prove=prove, forecast=forecast, runs=runs, compare=compare, notebook=notebook, check=check, cache=cache,
+    demo=demo, lab=lab, selftest=selftest)
 
 
 def usage() -> str:

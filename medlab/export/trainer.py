@@ -30,3 +30,14 @@ def prove(self:Trainer,
     `UserError` where a process of its own could not build the recipe."""
     from medlab.prove.start import prove_of
     return prove_of(self, *fixes, process=process, **options)
+
+# %% ../../nbs/export/11_trainer.ipynb #648fbb2f
+@patch
+def forecast(self:Trainer,
+    memory=None,  # of a rank, such as "80GB", or bytes; None: that of the device
+    **options,  # gpus, parallel, bandwidth, fixes: see `forecast_trainer`
+):  # `RunForecast`
+    """Say what a step takes by count, what fits, and what fixes would save; beside what was measured, where steps were
+    made. Raises `UserError` for sizes that are none and for steps that cannot be counted."""
+    from medlab.train.forecast import forecast_trainer
+    return forecast_trainer(self, memory, **options)

@@ -18,7 +18,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..contracts.system import System
 from ..core import UnknownName, UserError
 from .savings import NOT_FOUND, kept_bytes, set_checkpointing
 
@@ -39,25 +41,45 @@ def unfolded_bytes(
     return math.prod(x.shape[:2]) * kernel * math.prod(made.shape[2:]) * x.element_size() if kernel > 1 else 0
 
 # %% ../../nbs/memory/09_forecast.ipynb #80fbb7a0
+_ROWS = tuple(getattr(torch.ops.aten.arange, k) for k in ("default", "start", "start_step"))
+_ANY, _ITEM = torch.ops.aten.any.default, torch.ops.aten._local_scalar_dense.default
+
+
 class Ledger(TorchDispatchMode):
     "Counts the bytes of all storages that appear within it, and of those that are added."
 
-    def __init__(self):
+    def __init__(self,
+        building:bool=False,  # a network is built: `any` is answered with False
+    ):
         super().__init__()
+        self.building, self.rows, self.anys = building, {}, WeakIdKeyDictionary()
         self.live = {}  # storage → weak reference
         self.now, self.peak = 0, 0  # bytes
         self.unfolded = 0  # bytes at most, with the unfolded input of the convolution that ran
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return True if args[0].dtype == torch.bool else 1
+        if function is _ITEM and isinstance(args[0], FakeTensor): return self.answer(args[0])
         out = function(*args, **(kwargs or {}))
+        if function in _ROWS and all(isinstance(a, int) for a in args) and out.numel() <= 64:  # held from here on
+            self.rows[out.untyped_storage()._cdata] = range(*args), out.untyped_storage()
+        elif function is _ANY: self.anys[out] = True
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor): self.add(t)
         self.unfolded = max(self.unfolded, self.now + unfolded_bytes(function, args, out))
         return out
 
 # %% ../../nbs/memory/09_forecast.ipynb #0c1312d6
+@patch
+def answer(self:Ledger,
+    t:torch.Tensor,  # of one value, which nobody knows
+):
+    "What code is told that asks for a value."
+    row = self.rows.get(t.untyped_storage()._cdata)
+    if row: return row[0][t.storage_offset()]
+    if t.dtype != torch.bool: return 1
+    return not (self.building and t in self.anys)
+
+
 @patch
 def add(self:Ledger,
     t:torch.Tensor,  # any
@@ -98,8 +120,8 @@ def _float_norms(network):
 @dataclass
 class StepPlan:
     "A training step that is to be counted."
-    build:Callable  # function without arguments that makes the network
-    losses:Callable  # function (network, batch) → {"loss": (b,)}, as a recipe's
+    build:Callable  # function without arguments that makes the network, or a `System` with others around it
+    losses:Callable  # function (network, batch) → {"loss": (b,)}, as a recipe's; of a `System` see `bind`
     batch:dict  # of a micro-batch; of its tensors only shape and dtype matter
     precision:str = "fp32"  # one of `PRECISIONS`
     checkpointing:bool = False  # recompute activations, see `set_checkpointing`
@@ -108,6 +130,7 @@ class StepPlan:
     beside:int = 0  # bytes of what else lies on the device: frozen networks
     optimizer:Callable = None  # function of parameters; None: AdamW, fused
     gpu:bool = True  # under autocast as on a GPU; False: as on the processor
+    bind:bool = False  # `losses` is a function of the `System` that returns the losses, as `Recipe.bind_losses`
 
     def __post_init__(self):
         if self.precision not in PRECISIONS: raise UnknownName("precision", self.precision, PRECISIONS)
@@ -115,19 +138,21 @@ class StepPlan:
 # %% ../../nbs/memory/09_forecast.ipynb #a2d7711f
 @patch
 def _network(self:StepPlan):
-    "The network; raises `UserError` where nothing of it can be recomputed."
-    network = self.build()
+    "The `System`; raises `UserError` where nothing of its network can be recomputed."
+    with Ledger(building=True): made = self.build()
+    system = made if isinstance(made, System) else System(made)
+    network = system.model
     if not set_checkpointing(network, self.checkpointing) and self.checkpointing:
         raise UserError(f"checkpointing=True: {NOT_FOUND}")
-    if self.gpu and self.precision != "fp32": _float_norms(network)
-    return network
+    if self.gpu and self.precision != "fp32": [_float_norms(n) for n in system.networks()]
+    return system
 
 
 @patch
-def _loss(self:StepPlan, network, batch):
+def _loss(self:StepPlan, losses, network, batch):
     "What the backward pass starts from."
     dtype = PRECISIONS[self.precision]
-    with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext(): out = self.losses(network, batch)
+    with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext(): out = losses(network, batch)
     return out["loss"].float().sum()
 
 
@@ -154,6 +179,8 @@ class Forecast:
     others:int  # buffers, the batch, and what lies beside
     saved:int  # what autograd keeps of a forward pass, see `kept_bytes`
     phases:dict  # of `PHASES` → (the most that lives at once, the same with the unfolded input of the convolution)
+    teacher:int = 0  # averaged networks of the system
+    frozen:int = 0  # networks of the system that never change
 
     @property
     def peak(self) -> int: "The most that lives at once."; return max(least for least, _ in self.phases.values())
@@ -163,7 +190,8 @@ class Forecast:
 
     def __str__(self):
         gb = lambda n: f"{n / 1e9:.3g} GB" if n >= 1e8 else f"{n / 1e6:.3g} MB"
-        held = "parameters", "gradients", "moments", "average", "others", "saved"
+        held = [k for k in ("parameters", "gradients", "moments", "average", "teacher", "frozen", "others", "saved")
+            if getattr(self, k) or k not in ("teacher", "frozen")]
         at = max(self.phases, key=lambda k: self.phases[k][0])
         parts = ", ".join(f"{k} {gb(getattr(self, k))}" for k in held)
         return f"{gb(self.peak)} in the {at}, up to {gb(self.most)} with what convolutions may take: {parts}"
@@ -172,14 +200,16 @@ class Forecast:
 
 # %% ../../nbs/memory/09_forecast.ipynb #d02b2fa9
 @patch
-def _average(self:StepPlan, network):
-    "A copy of the parameters, and the function that moves it as `step.ema` does."
+def _average(self:StepPlan, system):
+    "A copy of the parameters, and the function that moves it as `step.ema` does, and what follows the network beside."
+    network = system.model
     own = [p for p in network.parameters() if p.requires_grad]
     shadow = [p.detach().clone() for p in own] if self.average else []
 
     @torch.no_grad()
     def update():
-        "Move it."
+        "Move them."
+        for a in system.averages.values(): a.update(0.5)
         if not shadow: return
         move = torch._foreach_sub(own, shadow)
         torch._foreach_mul_(move, 0.5)
@@ -192,16 +222,17 @@ def _nbytes(tensors): return sum(t.nbytes for t in tensors)
 
 # %% ../../nbs/memory/09_forecast.ipynb #278dac71
 @patch
-def _phases(self:StepPlan, network, batch, ledger):
+def _phases(self:StepPlan, system, losses, batch, ledger):
     "(phases, gradients, moments, average) of a step."
+    network = system.model
     trained = [p for p in network.parameters() if p.requires_grad]
-    for t in (*network.parameters(), *network.buffers(), *tree_leaves(batch)):
+    for t in (*(t for n in system.networks() for t in (*n.parameters(), *n.buffers())), *tree_leaves(batch)):
         if isinstance(t, torch.Tensor): ledger.add(t)
     before, optimizer = ledger.now, self._optimizer(trained)
     moments = ledger.now - before - (_nbytes(trained) if self.accumulated else 0)
-    (shadow, update), phases = self._average(network), {}
+    (shadow, update), phases = self._average(system), {}
     ledger.mark()
-    loss = self._loss(network, batch)
+    loss = self._loss(losses, network, batch)
     phases["forward"] = ledger.mark()
     loss.backward()
     del loss
@@ -209,7 +240,7 @@ def _phases(self:StepPlan, network, batch, ledger):
     optimizer.step()
     phases["optimizer"] = ledger.mark()
     update()
-    if self.average: phases["average"] = ledger.mark()
+    if self.average or system.averages: phases["average"] = ledger.mark()
     return phases, gradients, moments, _nbytes(shadow)
 
 # %% ../../nbs/memory/09_forecast.ipynb #27d236a5
@@ -220,14 +251,17 @@ def count(self:StepPlan,
     "Go through the second step of a training. Raises `UserError` where the losses need values to go on."
     with contextlib.ExitStack() as stack:
         if fake: stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        network = self._network()
-        batch = tree_map_only(torch.Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype), self.batch)
-        with Ledger(): saved = kept_bytes(lambda: self._loss(network, batch), network)
-        with Ledger() as ledger: phases, *held = self._phases(network, batch, ledger)
+        system = self._network()
+        network, losses = system.model, self.losses(system) if self.bind else self.losses
+        batch = tree_map_only(torch.Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype), dict(self.batch))
+        with Ledger(): saved = kept_bytes(lambda: self._loss(losses, network, batch), network)
+        with Ledger() as ledger: phases, *held = self._phases(system, losses, batch, ledger)
     parameters, buffers = _nbytes(network.parameters()), _nbytes(network.buffers())
+    beside = [_nbytes(t for n in nets for t in (*n.parameters(), *n.buffers())) for nets in (
+        [a.network for a in system.averages.values()], system.frozen.values())]
     others = buffers + _nbytes(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)) + self.beside
     phases = {k: (n + self.beside, m + self.beside) for k, (n, m) in phases.items()}
-    return Forecast(parameters, *held, others, saved, phases)
+    return Forecast(parameters, *held, others, saved, phases, *beside)
 
 
 def forecast(
@@ -237,12 +271,30 @@ def forecast(
     **fields,  # of `StepPlan`: precision, checkpointing, average, accumulated, beside, optimizer, gpu
 ) -> Forecast:  # print it
     "Count what a training step takes; nothing is allocated. Raises `UserError` where the losses look at values."
-    try: return StepPlan(build, losses, batch, **fields).count()
-    except (UserError, MemoryError): raise
-    except RuntimeError as e:  # of fake tensors: a shape that depends on values, or numpy
-        why = " ".join(str(e).split())[:120]
-        raise UserError(f"the step cannot be counted without values ({type(e).__name__}: {why}); the losses choose "
-            "voxels by their value or leave torch: count a variant that does not") from e
+    with _entered() as modules:
+        try: return StepPlan(build, losses, batch, **fields).count()
+        except (UserError, MemoryError): raise
+        except RuntimeError as e:  # of fake tensors: a shape that depends on values, or numpy
+            why = " ".join(str(e).split())[:120]
+            where = f"in the module {type(modules[-1]).__name__}" if modules else "in the losses"
+            raise UserError(f"the step cannot be counted without values: {where} ({type(e).__name__}: {why}); something "
+                "there chooses voxels by their value or leaves torch: count a variant that does not") from e
+
+
+@contextlib.contextmanager
+def _entered():
+    "The modules whose forward pass is going on, the innermost last; one that raised stays."
+    stack = []
+
+    def left(module, args, out):
+        "Take off what was entered since, too: a pass that is cut short tells nobody."
+        if module in stack: del stack[len(stack) - 1 - stack[::-1].index(module):]
+
+    hooks = (nn.modules.module.register_module_forward_pre_hook(lambda m, args: stack.append(m)),
+        nn.modules.module.register_module_forward_hook(left))
+    try: yield stack
+    finally:
+        for h in hooks: h.remove()
 
 # %% ../../nbs/memory/09_forecast.ipynb #f13ab988
 def forecast_call(
