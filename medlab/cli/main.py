@@ -563,8 +563,8 @@ def forecast(
     name, argv = (argv[0], argv[1:]) if named else option_word(argv, "--recipe")
     if name is None and {"-h", "--help"} & {*argv}: print_text(USAGE); return 0
     if name is None: raise UserError(f"which recipe? {USAGE}")
-    if resumed_run(argv): raise UserError("forecast looks at a new run; leave out --resume (trainer.forecast() tells of "
-        "one that goes on)")
+    if resumed_run(argv):
+        raise UserError("forecast looks at a new run; leave out --resume (trainer.forecast() tells of one that goes on)")
     fields, knobs, rest = options(recipe_class(name), argv)
     print_text(forecast_in_words(new_job(recipe_class(name), fields, rest).recipe, words, rest.get("device"), **knobs))
     return 0

@@ -277,8 +277,8 @@ def forecast(
         except RuntimeError as e:  # of fake tensors: a shape that depends on values, or numpy
             why = " ".join(str(e).split())[:120]
             where = f"in the module {type(modules[-1]).__name__}" if modules else "in the losses"
-            raise UserError(f"the step cannot be counted without values: {where} ({type(e).__name__}: {why}); something "
-                "there chooses voxels by their value or leaves torch: count a variant that does not") from e
+            raise UserError(f"the step cannot be counted without values: {where} ({type(e).__name__}: {why}); "
+                "something there chooses voxels by their value or leaves torch: count a variant that does not") from e
 
 
 @contextlib.contextmanager

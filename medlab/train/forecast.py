@@ -215,8 +215,8 @@ def _traffic(self:RunForecast) -> list:
     if not self.bandwidth: return out
     s = sent / self.bandwidth
     if not self.step_time:
-        return [*out, ("that takes (estimate)", f"{s:.3g} s; a step of {9 * s:.3g} s or more is 90 % efficient, if nothing "
-            "overlaps")]
+        return [*out, ("that takes (estimate)", f"{s:.3g} s; a step of {9 * s:.3g} s or more is 90 % efficient, if "
+            "nothing overlaps")]
     worst = self.step_time / (self.step_time + s)
     return [*out, ("that takes (estimate)", f"{s:.3g} s: {100 * worst:.0f} % efficient if nothing overlaps, "
         f"{100 * self.step_time / max(self.step_time, s):.0f} % if all does")]
