@@ -189,14 +189,13 @@ def _tell(self:FaultView, found):
 @patch
 def _show(self:FaultView, found):
     "Put a sample's planes on view, or take them away."
-    old, self.found, self.viewer = self.viewer, found, None
+    viewer = None
     if found and found.shown:
         space = found.spacing if found.spacing and len(found.spacing) == 3 else None
         at, columns = found.at, found.columns
         at = (0,) * (3 - len(at)) + at
-        self.viewer = Viewer(columns, spacing=space, at=at, window="each" if len(columns) > 1 else None,
-            height=self.height)
-    head = self.children[0]
+        viewer = Viewer(columns, spacing=space, at=at, window="each" if len(columns) > 1 else None, height=self.height)
+    head, old, self.viewer, self.found = self.children[0], self.viewer, viewer, found
     self.children = (head, *([self.viewer] if self.viewer else []), self.said)
     if self.viewer: self.viewer.tell_all()
     if old: old.close()
