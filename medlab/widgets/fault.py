@@ -112,6 +112,11 @@ def hide(self:FaultView):
     with self._lock:
         self._asked, self.doing = None, ""
         self._stop.set()
+        self._take_away()
+
+
+@patch
+def _take_away(self:FaultView):
     self.layout.display = "none"
     self._show(None)
 
@@ -126,11 +131,12 @@ def tick(self:FaultView,
         clicked, stop, self.doing = self._asked, self._stop, "working"
     try: found, why = self._found(clicked, stop), ""
     except UserError as e: found, why = None, str(e)
-    with self._lock:
-        if stop.is_set() or self._asked != clicked: return  # another one is wanted, or none
-        self.doing = "shown" if found else "failed"
+    if stop.is_set(): return  # another one is wanted, or none
     if found: self._tell(found)
     else: self._refuse(clicked, why)
+    with self._lock:
+        if not stop.is_set(): self.doing = "shown" if found else "failed"
+        elif self._asked is None: self._take_away()  # it was hidden meanwhile
 
 
 @patch
