@@ -521,6 +521,14 @@ def _sort_out(found, own, report):
     return taken, bad + [f"{n} is missing" for n in own if n not in found]
 
 
+KERNEL = "patch_embed.proj.weight"
+
+
+def _can_inflate(value, own):
+    return own is not None and value.ndim == 5 and own.shape[1] in (1, value.shape[1]) \
+        and value.shape[0] == own.shape[0] and value.shape[3:] == own.shape[3:]
+
+# %% ../../nbs/nets/07_vjepa.ipynb #e417650e
 def _share_trained(taken, report):
     "Let the first mask token stand in for those of a file that nobody trained."
     first = taken.get("mask_tokens.0")
@@ -528,14 +536,6 @@ def _share_trained(taken, report):
     for name in [n for n, v in taken.items() if n.startswith("mask_tokens.") and not v.any()]:
         taken[name] = first
         report.left[name] = "it is all zeros, as training left it; mask_tokens.0 serves that group of masks too"
-
-
-KERNEL = "patch_embed.proj.weight"
-
-
-def _can_inflate(value, own):
-    return own is not None and value.ndim == 5 and own.shape[1] in (1, value.shape[1]) \
-        and value.shape[0] == own.shape[0] and value.shape[3:] == own.shape[3:]
 
 # %% ../../nbs/nets/07_vjepa.ipynb #54649d80
 def load_public(
