@@ -40,7 +40,7 @@ def volume_windows(
     image:Tensor,  # (1, z, y, x)
     seen:Tensor,  # (z,) bool: frames that hold something
     size,  # (z, y, x) voxels of a window
-    least:int=1,  # frames of a window, where the volume has so many: as many as a token spans
+    least:int=1,  # frames of a window, where so many lie between the first and the last that hold something; ≤ size[0]
 ):  # iterator of `Window`
     """Windows that cover what is measured of a volume, each from its first to its last frame that holds something; one
     with fewer than `least` such frames takes empty ones in."""
@@ -48,8 +48,8 @@ def volume_windows(
     for z0 in window_starts(extent, size[0]):
         offset, depth = held_extent(seen[begin + z0:begin + z0 + size[0]])
         if not depth: continue
-        depth = max(depth, min(least, size[0], image.shape[1]))
-        first = min(begin + z0 + offset, image.shape[1] - depth)
+        depth = max(depth, min(least, extent))
+        first = begin + min(z0 + offset, extent - depth)
         inside = torch.zeros(size[0], dtype=torch.bool)
         inside[:depth] = seen[first:first + depth]
         across = itertools.product(*(window_starts(n, s) for n, s in zip(image.shape[2:], size[1:])))
