@@ -82,7 +82,7 @@ def early_interval(
     d,  # differences of 3 to 5 pairs
     noise:Noise,  # of A/A pairs
     alpha:float=0.01,  # error that all its looks may spend together
-) -> tuple:  # (low, high, A/A differences that are no smaller, of those that may be); infinite where nothing can be said
+) -> tuple:  # (low, high, A/A differences that are no smaller); infinite where nothing can be said
     "Interval of the early rule; without 0 where all differences are larger than A/A noise."
     a = np.abs(noise.aa)
     a = np.sort(np.where(np.isnan(a), inf, a)[a != 0])[::-1]
