@@ -112,7 +112,7 @@ def hide(self:FaultView):
     with self._lock:
         self._asked, self.doing = None, ""
         self._stop.set()
-        self._take_away()
+    self._take_away()
 
 
 @patch
@@ -201,9 +201,9 @@ def _show(self:FaultView, found):
         at, columns = found.at, found.columns
         at = (0,) * (3 - len(at)) + at
         viewer = Viewer(columns, spacing=space, at=at, window="each" if len(columns) > 1 else None, height=self.height)
-    head, old, self.viewer, self.found = self.children[0], self.viewer, viewer, found
-    self.children = (head, *([self.viewer] if self.viewer else []), self.said)
-    if self.viewer: self.viewer.tell_all()
+    old, self.viewer, self.found = self.viewer, viewer, found
+    self.children = (self.children[0], *([viewer] if viewer else []), self.said)
+    self.tell_all()
     if old: old.close()
 
 
