@@ -40,12 +40,16 @@ def volume_windows(
     image:Tensor,  # (1, z, y, x)
     seen:Tensor,  # (z,) bool: frames that hold something
     size,  # (z, y, x) voxels of a window
+    least:int=1,  # frames of a window, where so many lie between the first and the last that hold something; ≤ size[0]
 ):  # iterator of `Window`
-    "Windows that cover a volume, each from its first to its last frame that holds something."
-    for z0 in window_starts(image.shape[1], size[0]):
-        offset, depth = held_extent(seen[z0:z0 + size[0]])
+    """Windows that cover what is measured of a volume, each from its first to its last frame that holds something; one
+    with fewer than `least` such frames takes empty ones in."""
+    begin, extent = held_extent(seen)
+    for z0 in window_starts(extent, size[0]):
+        offset, depth = held_extent(seen[begin + z0:begin + z0 + size[0]])
         if not depth: continue
-        first = z0 + offset
+        depth = max(depth, min(least, extent))
+        first = begin + min(z0 + offset, extent - depth)
         inside = torch.zeros(size[0], dtype=torch.bool)
         inside[:depth] = seen[first:first + depth]
         across = itertools.product(*(window_starts(n, s) for n, s in zip(image.shape[2:], size[1:])))
@@ -110,7 +114,7 @@ def embed_volume(
     "Features of a volume; raises `CaseFault` where none of its frames holds anything, or it is smaller than a patch."
     patch, device = encoder.patch_embed.patch, next(encoder.parameters()).device
     grid, made, weights, heights, middle = token_grid(size, patch), [], [], [], None
-    try: windows = [(w, token_mask([w.size], patch, grid)) for w in volume_windows(image, seen, size)]
+    try: windows = [(w, token_mask([w.size], patch, grid)) for w in volume_windows(image, seen, size, patch[0])]
     except UserError as e: raise CaseFault(name, str(e)) from e
     if not windows: raise CaseFault(name, "none of its frames holds anything")
     for i, (w, valid) in enumerate(windows):

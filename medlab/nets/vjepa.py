@@ -356,7 +356,7 @@ class Predictor(nn.Module):
         width:int=384,  # of its own tokens
         depth:int=12,  # blocks
         heads:int=12,  # of attention; must divide `width`
-        mask_tokens:int=2,  # one for each group of masks, ≥ 1
+        mask_tokens:int=2,  # one for each group of masks, ≥ 1; 1: one for all groups, as V-JEPA 2's code has it
         levels:int=1,  # of the encoder
         dense:bool=False,  # predict the visible tokens too
         positions:str="sincos",  # of `POSITIONS`
@@ -438,7 +438,7 @@ def vjepa_net(
     patch=(4, 16, 16),  # (z, y, x) voxels
     channels:int=1,  # of the volume
     predictor=(384, 12, 12),  # width, blocks and heads of the predictor
-    groups:int=2,  # of masks, each with a mask token of its own
+    groups:int=2,  # of masks, each with a mask token of its own; 1: one for all, as V-JEPA 2's code has it
     levels:int=1,  # of deep supervision; 1: the last tokens alone
     dense:bool=False,  # predict the visible tokens too
     **options,  # of both `Encoder` and `Predictor`: positions, uniform_power, stretch, mlp_ratio, norm_eps
@@ -516,7 +516,8 @@ def _sort_out(found, own, report):
             report.inflated[name] = tuple(value.shape), tuple(own[name].shape)
         elif name in own: bad.append(f"{name} is {tuple(value.shape)} in the file and {tuple(own[name].shape)} here")
         else: bad.append(f"{name} has no place here")
-    report.loaded += [n for n in taken if n not in report.inflated]
+    _share_trained(taken, report)
+    report.loaded += [n for n in taken if n not in report.inflated and n not in report.left]
     return taken, bad + [f"{n} is missing" for n in own if n not in found]
 
 
@@ -527,6 +528,15 @@ def _can_inflate(value, own):
     return own is not None and value.ndim == 5 and own.shape[1] in (1, value.shape[1]) \
         and value.shape[0] == own.shape[0] and value.shape[3:] == own.shape[3:]
 
+# %% ../../nbs/nets/07_vjepa.ipynb #e417650e
+def _share_trained(taken, report):
+    "Let the first mask token stand in for those of a file that nobody trained."
+    first = taken.get("mask_tokens.0")
+    if first is None or not first.any(): return
+    for name in [n for n, v in taken.items() if n.startswith("mask_tokens.") and not v.any()]:
+        taken[name] = first
+        report.left[name] = "it is all zeros, as training left it; mask_tokens.0 serves that group of masks too"
+
 # %% ../../nbs/nets/07_vjepa.ipynb #54649d80
 def load_public(
     network:nn.Module,  # an `Encoder` or a `Predictor`
@@ -536,7 +546,8 @@ def load_public(
     """Take over public V-JEPA or V-JEPA 2 weights; raises `UserError` that names the tensors which do not fit.
 
     The network changes only where all of them do. A file of V-JEPA 2 needs `positions="rotary_public"`, one of V-JEPA
-    `"sincos"` with the `uniform_power` of its configuration: files do not say which."""
+    `"sincos"` with the `uniform_power` of its configuration: files do not say which. Mask tokens that are zeros beside
+    a trained first one, as in files of V-JEPA 2, are replaced by the first."""
     part = part or ("target_encoder" if isinstance(network, Encoder) else "predictor")
     found, report = _part(read_public(path), part, path), LoadReport()
     taken, bad = _sort_out(found, network.state_dict(), report)

@@ -161,7 +161,7 @@ class TokenSet:
 def _tokens_of(case, encoders, volumes, size, patch, settings):
     "(labels, name → tokens) of a scan; raises `CaseFault`."
     got, grid = load_oct(case, **settings), token_grid(size, patch)
-    windows = [*volume_windows(got.image, got.seen, size)]
+    windows = [*volume_windows(got.image, got.seen, size, patch[0])]
     if not windows: raise CaseFault(case.name, "none of its frames holds anything")
     w, found = windows[len(windows) // 2], {}
     try: valid, labels = token_mask([w.size], patch, grid), volumes.read(case)

@@ -94,21 +94,32 @@ class HeldOutLoss:
 def own_values(
     recipe,  # `Recipe` with its knobs
 ) -> dict:  # knob → value
-    "A recipe's own knobs, as they are now."
-    own = recipe.Knobs.class_traits().keys() - Knobs.class_traits().keys()
+    "What a recipe asks by its own knobs, as they are now; those tagged `concern=\"numerics\"` belong to the network."
+    traits = recipe.Knobs.class_traits()
+    own = {k for k in traits.keys() - Knobs.class_traits().keys() if traits[k].metadata.get("concern") != "numerics"}
     return {k: v for k, v in recipe.knobs.values().items() if k in own}
 
 # %% ../../nbs/prove/01_held_out.ipynb #794eecfd
 @contextlib.contextmanager
 def knobs_as(
     recipe,  # `Recipe` with its knobs
-    values:dict,  # knob → value
+    values:dict,  # knob → value, of `own_values`
+    model:torch.nn.Module,  # the recipe's
 ):
-    "Within it the recipe reads these values where it reads its knobs; the network stays as it is."
+    """Within it these values are in force: where the recipe reads its knobs, and where it was brought them. Raises what
+    `Recipe.apply` raises for a value that cannot be."""
     before = {k: getattr(recipe.knobs, k) for k in values}
-    recipe.knobs.put(values)
-    try: yield
-    finally: recipe.knobs.put(before)
+    changed = [k for k, v in values.items() if v != before[k]]
+
+    def bring(values):
+        "Put them in force."
+        recipe.knobs.put(values)
+        for k in changed: recipe.apply(k, values[k], model)
+
+    try:
+        bring(values)
+        yield
+    finally: bring(before)
 
 
 @contextlib.contextmanager
@@ -136,7 +147,7 @@ def mean_losses(
 ) -> dict:  # name → mean over the samples; not finite where a sample's is not
     "Ask the network."
     sums, n, seed, values = {}, 0, held.seed >> 32 << 31, held.values if values is None else values
-    with torch.random.fork_rng(devices=[]), knobs_as(held.recipe, values), _asked(step):
+    with torch.random.fork_rng(devices=[]), knobs_as(held.recipe, values, step.model), _asked(step):
         for i, b in enumerate(held.batches):
             batch = Batch.of(held.recipe.prepare(_on(step.device, b.samples), seed + i, held.at))
             torch.default_generator.manual_seed(seed + i)

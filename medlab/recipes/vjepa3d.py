@@ -98,7 +98,8 @@ class VJEPA3D(Recipe):
     levels: int = 1  # depths whose tokens are predicted; 1: the last alone
     dense: bool = False  # the predictor answers for visible tokens, too; see the knob dense_weight
     weights: str = ""  # file of public V-JEPA weights (.pt, .pth) that the encoder begins with; "": none
-    masks: str = "blocks"  # what is hidden: "blocks", "random" or "tube"
+    masks: str = "blocks"  # what is hidden: "blocks" (a group of small and one of large, each with a mask token of its
+                           # own as in V-JEPA; V-JEPA 2's code trains one for both), "random" or "tube"
     temporal: tuple = (1.0, 1.0)  # range of a block's share of the slices, in (0, 1]
     targets: int = 0  # predict at most so many of the hidden tokens; 0: all
     cut: str = "last"  # what is left out so that samples have as many tokens: "last", as in public code, or "random"

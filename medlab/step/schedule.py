@@ -19,7 +19,7 @@ from ..knobs.knobs import SCHEDULES, Knobs
 # %% ../../nbs/step/00_schedule.ipynb #7854dbeb
 def multiplier(
     kind:str,  # one of SCHEDULES
-    taken:int,  # optimizer steps taken before this one, ≥ 0
+    taken:int,  # optimizer steps taken before this one, ≥ 0; V-JEPA's public code counts this one too, after warm-up
     horizon:int,  # steps until the floor is reached, counted with the warm-up; for "restarts" the length of a cycle
     warmup:int=0,  # steps of linear warm-up, 0: none
     floor:float=0.0,  # lowest multiplier, in [0, 1]

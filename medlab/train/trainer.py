@@ -416,7 +416,6 @@ def start(self:Trainer,
     self._claim(steps, FOREVER if forever else until)
     levels = () if "ipykernel" in sys.modules else LEVELS
     start_worker(self.worker, lambda: self._train_here(False, levels))
-    self.writer.store.flush()  # who reads the run from here on sees that it is going
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #218e151f
@@ -461,6 +460,7 @@ def _claim(self:Trainer, steps, until):
     self.loop.between.heard.clear()
     self.progress.target = target
     self.writer.set_meta(state="running", target=target)
+    self.writer.store.flush()  # who reads the run from here on sees that it is going
     ends = rest_at_zero(self.schedule, self.step.optimizer_step, target - self.iteration, self.knobs)
     if ends: self._report("zero_lr", ends, "warning")
 

@@ -82,14 +82,14 @@ def early_interval(
     d,  # differences of 3 to 5 pairs
     noise:Noise,  # of A/A pairs
     alpha:float=0.01,  # error that all its looks may spend together
-) -> tuple:  # (low, high, A/A differences that may be larger); infinite where nothing can be said
+) -> tuple:  # (low, high, A/A differences that are no smaller); infinite where nothing can be said
     "Interval of the early rule; without 0 where all differences are larger than A/A noise."
     a = np.abs(noise.aa)
     a = np.sort(np.where(np.isnan(a), inf, a)[a != 0])[::-1]
     r = early_rule(len(a), alpha).get(len(d)) if len(a) >= LEAST else None
     size = np.abs(d)
     if r is None or size.min() < size.max() / 2: return -inf, inf, 0
-    return float(np.min(d) - a[r]), float(np.max(d) + a[r]), r
+    return float(np.min(d) - a[r]), float(np.max(d) + a[r]), int((a >= size.min()).sum())
 
 # %% ../../nbs/verdict/01_noise.ipynb #2bfc4325
 @dataclass(frozen=True)

@@ -112,6 +112,11 @@ def hide(self:FaultView):
     with self._lock:
         self._asked, self.doing = None, ""
         self._stop.set()
+    self._take_away()
+
+
+@patch
+def _take_away(self:FaultView):
     self.layout.display = "none"
     self._show(None)
 
@@ -126,11 +131,12 @@ def tick(self:FaultView,
         clicked, stop, self.doing = self._asked, self._stop, "working"
     try: found, why = self._found(clicked, stop), ""
     except UserError as e: found, why = None, str(e)
-    with self._lock:
-        if stop.is_set() or self._asked != clicked: return  # another one is wanted, or none
-        self.doing = "shown" if found else "failed"
+    if stop.is_set(): return  # another one is wanted, or none
     if found: self._tell(found)
     else: self._refuse(clicked, why)
+    with self._lock:
+        if not stop.is_set(): self.doing = "shown" if found else "failed"
+        elif self._asked is None: self._take_away()  # it was hidden meanwhile
 
 
 @patch
@@ -189,16 +195,15 @@ def _tell(self:FaultView, found):
 @patch
 def _show(self:FaultView, found):
     "Put a sample's planes on view, or take them away."
-    old, self.found, self.viewer = self.viewer, found, None
+    viewer = None
     if found and found.shown:
         space = found.spacing if found.spacing and len(found.spacing) == 3 else None
         at, columns = found.at, found.columns
         at = (0,) * (3 - len(at)) + at
-        self.viewer = Viewer(columns, spacing=space, at=at, window="each" if len(columns) > 1 else None,
-            height=self.height)
-    head = self.children[0]
-    self.children = (head, *([self.viewer] if self.viewer else []), self.said)
-    if self.viewer: self.viewer.tell_all()
+        viewer = Viewer(columns, spacing=space, at=at, window="each" if len(columns) > 1 else None, height=self.height)
+    old, self.viewer, self.found = self.viewer, viewer, found
+    self.children = (self.children[0], *([viewer] if viewer else []), self.said)
+    self.tell_all()
     if old: old.close()
 
 

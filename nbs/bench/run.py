@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,8 @@ def is_progress(output):
     if output["output_type"] == "stream": return output["name"] == "stderr"
     data = output.get("data", {})
     text = "".join(data.get("text/plain", ""))
-    return "application/vnd.jupyter.widget-view+json" in data and ("%|" in text or text.startswith("HBox("))
+    bar = "%|" in text or text.startswith("HBox(") or re.search(r"\dit \[\d\d:\d\d, ", text)  # the last has no end
+    return "application/vnd.jupyter.widget-view+json" in data and bool(bar)
 
 
 def tidy(cell):

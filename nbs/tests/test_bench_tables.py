@@ -268,6 +268,15 @@ def test_only_what_is_named_is_run(tiny, capsys):
     assert e.value.code == 2 and said == "no notebook with slow cells is called quick; there are more, tiny\n"
 
 
+@pytest.mark.parametrize("text, bar", [
+    ("  0%|          | 0/16 [00:00<?, ?it/s]", True), ("latents of 16 cases are there: 0.019 GB: 0it [00:00, ?it/s]", True),
+    ("HBox(children=(IntProgress(value=0),))", True), ("IntSlider(value=3)", False), ("3it is a name [00]", False)])
+def test_progress_bars_are_not_kept_but_other_widgets_are(text, bar):
+    data = {"application/vnd.jupyter.widget-view+json": {}, "text/plain": text}
+    assert bench.is_progress(dict(output_type="display_data", data=data)) == bar
+    assert not bench.is_progress(dict(output_type="display_data", data={"text/plain": text}))
+
+
 def test_a_table_without_a_stamp_is_wrong_until_it_says_so(tiny, measured):
     path = tiny / "nbs/bench/tiny.ipynb"
     assert stamp.kept(stamp.load(path)) and stamp.wrong(stamp.load(path)) == "keeps tables without a stamp"

@@ -111,6 +111,22 @@ def test_of_a_run_that_another_process_trains(tmp_path):
     assert len(ends) == 1, "nothing that forking did is seen in any of them"
 
 
+def test_a_run_is_seen_going_from_its_first_step(tmp_path):
+    "Also on a disk that takes a second for a commit: a fork `now` that is asked for in the first step finds a trainer."
+    seen = []
+    with Trainer(Small(), tmp_path / "run", threads=1, **KNOBS) as trainer:
+        one, commit = trainer.loop.one, trainer.writer.store._commit
+        def step():
+            with contextlib.closing(Run(tmp_path / "run")) as run: seen.append(run.state)
+            return one()
+        def slowly():
+            time.sleep(1)
+            commit()
+        trainer.loop.one, trainer.writer.store._commit = step, slowly
+        trainer.fit(until=2, progress=False)
+    assert seen == ["running", "running"]
+
+
 def test_changes_come_along(tmp_path):
     "What was applied before is history, what was asked for before is asked for, and what the parent changed later is its own affair."
     with Trainer(Small(), tmp_path / "first", threads=1, **KNOBS, save_every=2) as trainer:

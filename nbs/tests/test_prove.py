@@ -255,3 +255,23 @@ def test_a_mistake_of_the_users_own(tmp_path):
     with pytest.raises(KeyError, match="imgae"): prove(tmp_path / "first", knobs=dict(lr=1e-5), cls=Wrong, **QUICK)
     proof, = proofs_of(tmp_path / "first")
     assert proof.state == "failed" and "test_prove.py" in proof.run.events("error")[-1].text
+
+
+# what is asked of the arms is the same question
+
+ASKED = [("segmentation", ["boundary_loss"], None, dict(surface_weight=0.0)), ("segmentation", ["staggered_surface"], None, dict(surface_weight=0.5)),
+    ("restoration", ["loss_norm"], None, {}), ("restoration", [], dict(fft_weight=3.0), {})]
+
+
+@pytest.mark.parametrize("name, fixes, change, knobs", ASKED, ids=["boundary_loss", "staggered_surface", "loss_norm", "fft_weight"])
+def test_a_fix_of_the_loss_is_judged_without_it(tmp_path, name, fixes, change, knobs):
+    "Arms that learn nothing answer alike, whatever the fix makes of the loss that they trained with; and the proof says that it is another loss."
+    path = trained(tmp_path / "first", tiny(name), lr=1e-3, **knobs)
+    fork = fork_run(path, knobs=dict(lr=1e-9), name="still")
+    with Trainer.open(fork.path, threads=1) as t: t.fit(1, progress=False)
+    proof = prove(fork.path, *fixes, knobs=change, aa=0, pairs=3, **QUICK | dict(steps=2))
+    off, on = (next(r for r in proof.results if r.factor == f) for f in ("off", proof.plan.factors[0].name))
+    assert on.metrics["loss"] == pytest.approx(off.metrics["loss"], rel=1e-4)
+    assert any("changes the loss itself" in e.text for e in proof.run.events())
+    proof.close()
+    fork.close()

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -25,6 +26,7 @@ import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 SLACK = 3 if os.environ.get("CI") else 1  # a busy machine is so many times slower than one that is left alone
@@ -237,6 +239,15 @@ def _notebooks(server, chrome, prefix):
 def notebook(request, server, chrome, tmp_path):
     "`notebook(*cells)`: a `Notebook` of these cells, run to its end; `run=False` only opens it, `ui='notebooks'` does so in Notebook 7."
     with _notebooks(server, chrome, f"{request.path.stem}_{request.node.name}".replace("[", "_").replace("]", "")) as make: yield make
+
+
+@pytest.fixture
+def no_process_stays(server):
+    "What a failed test left training or proving ends with it."
+    yield
+    for p in psutil.process_iter(["cmdline", "cwd"]):
+        own = (p.info["cwd"] or "").startswith(str(server.root))
+        if own and re.search(r"medlab\.(train|prove)\.", " ".join(p.info["cmdline"] or ())): p.kill()
 
 
 @pytest.fixture(scope="module")

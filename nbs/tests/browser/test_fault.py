@@ -3,9 +3,9 @@ import json
 import os
 from pathlib import Path
 
-import psutil
 import pytest
 
+pytestmark = pytest.mark.usefixtures("no_process_stays")
 WARD = """from pathlib import Path
 from medlab import Lab, Run, Trainer
 from medlab.culprit.phantoms import write_ward
@@ -43,14 +43,6 @@ def zoom(nb, a, b):
     "Show these steps, and wait until the page does."
     nb.kernel(f"lab.curves.zoom({a}, {b})")
     nb.until("r => document.querySelector('.medlab-curves').dataset.answered === r", arg=f"{a} {b}")
-
-
-@pytest.fixture(autouse=True)
-def no_process_stays(server):
-    "What a failed test left training ends with it."
-    yield
-    for p in psutil.process_iter(["cmdline", "cwd"]):
-        if "medlab.train.process" in " ".join(p.info["cmdline"] or ()) and (p.info["cwd"] or "").startswith(str(server.root)): p.kill()
 
 
 def test_a_click_opens_the_sample_while_it_trains(notebook):

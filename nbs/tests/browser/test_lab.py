@@ -4,9 +4,9 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import pytest
 
+pytestmark = pytest.mark.usefixtures("no_process_stays")
 TUTORIAL = Path(__file__).parents[2] / "tutorials" / "live_lab.ipynb"
 SLICES = "from medlab import Lab, Run, Trainer, recipes\nslices = dict(image_size=(32, 32), dim=8, blocks=(1,), refinement=0, batch_size=1, phantoms=8)"
 COLUMNS = """() => [...document.querySelectorAll('.mv-column, .medlab-viewer canvas')].length"""
@@ -33,14 +33,6 @@ def shot(nb, name):
     nb.page.mouse.move(5, 5)
     nb.page.wait_for_timeout(500)
     nb.page.screenshot(path=Path(os.environ["SHOTS"]) / name)
-
-
-@pytest.fixture(autouse=True)
-def no_process_stays(server):
-    "What a failed test left training ends with it."
-    yield
-    for p in psutil.process_iter(["cmdline", "cwd"]):
-        if "medlab.train.process" in " ".join(p.info["cmdline"] or ()) and (p.info["cwd"] or "").startswith(str(server.root)): p.kill()
 
 
 def test_the_tutorial(notebook):

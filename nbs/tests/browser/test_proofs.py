@@ -4,9 +4,9 @@ import json
 import os
 from pathlib import Path
 
-import psutil
 import pytest
 
+pytestmark = pytest.mark.usefixtures("no_process_stays")
 SMALL = "from medlab import Lab, Run, Trainer, recipes\nR = recipes.Restoration\nsmall = R(**{**R.tiny, 'image_size': (16, 16), 'blocks': (1,)})"
 TRAIN = "trainer = Trainer(small, 'runs/first', device='cpu', threads=1, lr=1e-7, val_share=0.0)\ntrainer.fit(12, progress=False)\ntrainer.start()"
 LAB = "lab = Lab('runs/first', share=0, stale_after=10**6)\nlab"
@@ -46,14 +46,6 @@ def begin(nb, fix=FIX, steps="4", seeds="8"):
     row.locator("input[name=scores]").uncheck()
     nb.until("f => document.querySelector(`${f} .mp-cost`).textContent.includes('arms of 4 steps')", fix)
     return row
-
-
-@pytest.fixture(autouse=True)
-def no_process_stays(server):
-    "What a failed test left training ends with it."
-    yield
-    for p in psutil.process_iter(["cmdline", "cwd"]):
-        if "medlab." in " ".join(p.info["cmdline"] or ()) and "import work" in " ".join(p.info["cmdline"] or ()) and (p.info["cwd"] or "").startswith(str(server.root)): p.kill()
 
 
 def test_prove_watch_keep(notebook):
