@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY', 'visible', 'print_text', 'printable', 'UserError', 'for_spreadsheet', 'UnknownName', 'RunFailed', 'nearest',
            'own_line', 'place_of', 'add_note', 'with_own_line', 'CaseFault', 'derive_seed', 'generator', 'seeded',
-           'optional', 'why_unwritable', 'line_of', 'at_line', 'places_of', 'strict', 'explained']
+           'kept_tensors', 'optional', 'why_unwritable', 'line_of', 'at_line', 'places_of', 'strict', 'explained']
 
 # %% ../nbs/00_core.ipynb #c34a6728
 import ast
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from fastcore.docments import docments
+from torch.utils._python_dispatch import _disable_current_modes
 
 # %% ../nbs/00_core.ipynb #deb85ec0
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -217,6 +218,20 @@ def seeded(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+# %% ../nbs/00_core.ipynb #48a91688
+def kept_tensors(
+    most:int,  # results that are kept, ≥ 1; the least recently used one goes first
+):  # a decorator
+    "Let a function of hashable arguments keep the tensors that it makes, which have values and no history, whoever asks first."
+    def decorate(make):
+        @functools.lru_cache(most)
+        @functools.wraps(make)
+        def kept(*args):
+            with torch.inference_mode(False), torch.no_grad(), _disable_current_modes(): return make(*args)
+        return kept
+    return decorate
 
 
 # %% ../nbs/00_core.ipynb #43f40725

@@ -9,7 +9,6 @@ __all__ = ['POSITIONS', 'SIZES', 'KERNEL', 'token_grid', 'to_patches', 'token_ma
            'load_public']
 
 # %% ../../nbs/nets/07_vjepa.ipynb #ff4225c8
-import functools
 import math
 import pickle
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from einops import rearrange
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..core import UnknownName, UserError
+from ..core import UnknownName, UserError, kept_tensors
 
 # %% ../../nbs/nets/07_vjepa.ipynb #962cda9a
 def token_grid(
@@ -93,13 +92,12 @@ def axis_waves(
     return torch.cat([angle.sin(), angle.cos()], 1)
 
 
-@functools.lru_cache(maxsize=32)
+@kept_tensors(32)
 def _wave_tables(grid, dim, uniform_power, stretch, device):
     "The waves of each axis, (n, channels), together at least `dim` wide."
     even = 2 * math.ceil(dim / 6)
     widths = (even,) * 3 if uniform_power else (dim // 2, dim // 4, dim // 4)
-    with torch.inference_mode(False):
-        return tuple(axis_waves(n, w, s).float().to(device) for n, w, s in zip(grid, widths, stretch))
+    return tuple(axis_waves(n, w, s).float().to(device) for n, w, s in zip(grid, widths, stretch))
 
 
 def sincos(
@@ -124,15 +122,14 @@ def head_shares(
     return 2 * (width // 3 // 2)
 
 
-@functools.lru_cache(maxsize=32)
+@kept_tensors(32)
 def _turn_tables(grid, width, public, stretch, device):
     "cos and sin, each axis (n, share)."
     share, sign = head_shares(width), torch.tensor([-1.0, 1.0], dtype=torch.float64)
     spread = (lambda t: t.repeat(1, 2)) if public else (lambda t: t.repeat_interleave(2, 1))
-    with torch.inference_mode(False):
-        waves = [axis_waves(n, share, s).chunk(2, 1) for n, s in zip(grid, stretch)]
-        cos = tuple(spread(c).float().to(device) for _, c in waves)
-        return cos, tuple((spread(s) * sign.repeat(share // 2)).float().to(device) for s, _ in waves)
+    waves = [axis_waves(n, share, s).chunk(2, 1) for n, s in zip(grid, stretch)]
+    cos = tuple(spread(c).float().to(device) for _, c in waves)
+    return cos, tuple((spread(s) * sign.repeat(share // 2)).float().to(device) for s, _ in waves)
 
 
 def rotary(

@@ -7,7 +7,6 @@ __all__ = ['PROFILES', 'SliceProfile', 'slice_weights', 'thin_positions', 'regul
            'project', 'interpolate']
 
 # %% ../../nbs/slices/00_profile.ipynb #9f0682d9
-import functools
 import math
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from scipy import ndimage
 
-from ..core import UnknownName, UserError
+from ..core import UnknownName, UserError, kept_tensors
 
 # %% ../../nbs/slices/00_profile.ipynb #9acdbd3d
 PROFILES = ("box", "gaussian")
@@ -129,7 +128,7 @@ def average(
     return (matrix @ flat).unflatten(-1, thin.shape[-2:])
 
 # %% ../../nbs/slices/00_profile.ipynb #c22841d8
-@functools.lru_cache(maxsize=16)
+@kept_tensors(16)
 def _inverse(rows, shape):
     "(N, K) float64 A⁺ of weights given as bytes."
     a = torch.frombuffer(bytearray(rows), dtype=torch.float64).reshape(shape)
@@ -170,7 +169,7 @@ def project(
 _ORDERS = (0, 1, 3)
 
 
-@functools.lru_cache(maxsize=32)
+@kept_tensors(32)
 def _spline_matrix(slices, factor, order):
     "(R·K, K) float64: what `map_coordinates` makes of unit vectors."
     at = (np.arange(slices * factor) + 0.5) / factor - 0.5

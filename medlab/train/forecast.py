@@ -14,12 +14,11 @@ from html import escape
 
 import torch
 from fastcore.basics import patch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..batches.loader import BatchLoader
 from ..batches.quarantine import Quarantine
 from ..core import UnknownName, UserError
-from ..memory.forecast import Forecast, Ledger, forecast
+from ..memory.forecast import Forecast, Ledger, WithoutMemory, forecast
 from ..memory.savings import named_blocks
 from ..recipes.base import Recipe
 
@@ -264,7 +263,7 @@ class _Counted:
 
     def blocks(self):
         "(bytes of the largest block's parameters, bytes of those in no block)"
-        with FakeTensorMode(allow_non_fake_inputs=True), Ledger(building=True): model = self.recipe.build_system().model
+        with WithoutMemory(), Ledger(building=True): model = self.recipe.build_system().model
         size = lambda m: sum(p.nbytes for p in m.parameters())
         found = [size(b) for b in named_blocks(model)]
         return (max(found), size(model) - sum(found)) if found else (0, size(model))
@@ -342,9 +341,6 @@ def forecast_recipe(
 
 def _forecast_made(recipe, batch, ranks, device, fixes, **fields):
     "The forecast of a recipe that has knobs and data."
-    if str(getattr(recipe, "positions", "")).startswith("rotary"):  # torch ends with a damaged heap
-        raise UserError(f"positions={recipe.positions!r} cannot be counted without values: its module Encoder ends the "
-            "process on tensors without memory; count positions='sincos', whose tokens are as many")
     k, count = recipe.knobs, _Counted(recipe, batch, device)
     n, now = k.micro_batch or recipe.batch_size, (k.precision, k.activation_checkpointing)
     ranks = replace(ranks, **dict(zip(("largest", "rest"), count.blocks())))
