@@ -224,7 +224,7 @@ def seeded(
 def kept_tensors(
     most:int,  # results that are kept, ≥ 1; the least recently used one goes first
 ):  # a decorator
-    "Let a function of hashable arguments keep the tensors that it makes, which have values and no history, whoever asks first."
+    "Let a function of hashable arguments keep its tensors, which have values and no history, whoever asks first."
     def decorate(make):
         @functools.lru_cache(most)
         @functools.wraps(make)
