@@ -173,12 +173,14 @@ def make_proof(
 class _paused:
     "Within it the trainer of the run that a proof is about pauses, where that was asked for."
 
-    def __init__(self, proof, wanted): self.parent, self.wanted, self.paused = proof.parent, wanted, False
+    def __init__(self, proof, wanted):
+        self.parent, self.wanted, self.paused = proof.parent, wanted, False
+        self.name = str(proof.path.resolve().relative_to(proof.parent))
 
     def _ask(self, command):
         run = Run(self.parent)
         try:
-            if going := run.state in ("running", "paused"): run.command(command, "proof")
+            if going := run.state in ("running", "paused"): run.command(command, "proof", proof=self.name)
             return going
         finally: run.close()
 
