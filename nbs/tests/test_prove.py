@@ -1,5 +1,6 @@
 """A proof: arms that are forks to the bit, verdicts that follow from them, whatever is killed meanwhile, and a run that is left alone."""
 import copy
+import multiprocessing
 import os
 import random
 import signal
@@ -197,6 +198,32 @@ def test_a_killed_proof_lets_training_go_on(tmp_path, person):
     t.stop()
     t.wait(20)
     t.close()
+
+
+def rush(path, barrier, told, rounds):
+    "Begin a proof as often as the other one, at the same moment."
+    for i in range(rounds):
+        knobs = dict(clip_norm=1e9 - 2 * i - (barrier.wait() == 0))
+        try: told.put((i, prove(path, knobs=knobs, at="newest", **QUICK | dict(steps=1)).name))
+        except UserError as e: told.put((i, f"refused: {e}"))
+        barrier.wait()
+
+
+def test_two_at_once(tmp_path):
+    "Of two that are begun at the same moment one is made, and the other is told so; whichever of them it is, and ten times over."
+    trained(tmp_path / "first")
+    spawn, rounds = multiprocessing.get_context("spawn"), 10
+    barrier, told = spawn.Barrier(2), spawn.Queue()
+    both = [spawn.Process(target=rush, args=(tmp_path / "first", barrier, told, rounds)) for _ in range(2)]
+    for p in both: p.start()
+    found = sorted(told.get(timeout=120) for _ in range(2 * rounds))
+    for p in both: p.join(60)
+    for i in range(rounds):
+        made, refused = (text for j, text in found if j == i)
+        assert made[:4] == f"{i + 1:03d}-" and refused.startswith("refused: a proof of first is being "), (made, refused)
+        assert "wait for it, or stop it" in refused
+    proofs = proofs_of(tmp_path / "first")
+    assert len(proofs) == rounds and {p.state for p in proofs} == {"done"}
 
 
 # killed
