@@ -145,6 +145,7 @@ def make_proof(
     trust=(), cls:type=None,  # see `medlab.train.state.recipe_of`
     say=lambda text: None,  # called with lines
     steer:bool=False,  # let the run that it is about pause meanwhile
+    begun=lambda: None,  # called once this process holds the proof
 ) -> Proof:
     """Make what is left of a proof, in this process. A stop that somebody asks for leaves it as it is. Raises
     `UserError` where it cannot be made, and what an arm raises."""
@@ -152,6 +153,7 @@ def make_proof(
     before = proof.run.environment
     with Trainer(recipe_of(path, trust, cls), path, resume=True, device=device or before.get("device"),
             threads=threads or before.get("threads")) as trainer, _paused(proof, steer):
+        begun()
         _refuse_moved(proof, trainer)
         trainer.writer.set_meta(state="running")
         state = "failed"
@@ -173,12 +175,14 @@ def make_proof(
 class _paused:
     "Within it the trainer of the run that a proof is about pauses, where that was asked for."
 
-    def __init__(self, proof, wanted): self.parent, self.wanted, self.paused = proof.parent, wanted, False
+    def __init__(self, proof, wanted):
+        self.parent, self.wanted, self.paused = proof.parent, wanted, False
+        self.name = str(proof.path.resolve().relative_to(proof.parent))
 
     def _ask(self, command):
         run = Run(self.parent)
         try:
-            if going := run.state in ("running", "paused"): run.command(command, "proof")
+            if going := run.state in ("running", "paused"): run.command(command, "proof", proof=self.name)
             return going
         finally: run.close()
 

@@ -317,9 +317,9 @@ def _make_listeners(self:Trainer):
 # %% ../../nbs/train/10_trainer.ipynb #f1cac7fb
 @patch
 def _make_loop(self:Trainer):
-    names = ("pause", "resume", "stop", "save", "restore")
+    names = ("stop", "save", "restore")
     between = Between(self.worker, self.mailbox, self.controls, self.progress, self.writer,
-        {n: getattr(self, n) for n in names})
+        {n: getattr(self, n) for n in names} | dict(pause=self.worker.pause, resume=self.worker.resume))
     actions = Actions(self.set, self.step.scaler, self.restore, self.writer, self.quarantine)
     self.loop = Loop(self.progress, self.batches, self.step, self.retry, self.listeners, actions, between,
         self._recover)

@@ -63,10 +63,9 @@ class Worker:
         # of the worker; of whoever trains now; that training ended with
         self.thread, self.ident, self.error = None, None, None
         self.stopping, self.pausing, self.busy = threading.Event(), threading.Event(), threading.Lock()
+        self.turn, self.waits_for = threading.Lock(), ""  # one at a time; the proof of a pause, "": it is a person's
         _WORKERS.add(self)
 
-    def pause(self): "Pause before the next step."; self.pausing.set()
-    def resume(self): "Go on after a pause."; self.pausing.clear()
     def stop(self): "Stop before the next step, and save."; self.stopping.set()
 
     @property
@@ -75,6 +74,29 @@ class Worker:
         return self.ident not in (None, threading.get_ident())
     @property
     def alive(self) -> bool: "Whether the worker thread runs."; return bool(self.thread and self.thread.is_alive())
+
+# %% ../../nbs/train/01_worker.ipynb #77279ff1
+@patch
+def pause(self:Worker,
+    proof:str="",  # that training is to wait for, its folder within the run; "": until somebody says to go on
+):
+    "Pause before the next step; a pause that a person asked for stays that person's."
+    with self.turn:
+        if not (proof and self.pausing.is_set()) or self.waits_for: self.waits_for = proof
+        self.pausing.set()
+
+
+@patch
+def resume(self:Worker,
+    proof:str="",  # that ends its own pause; "": somebody ends whatever pause there is
+):
+    "Go on after a pause; raises `UserError` for a proof, where training is not paused for it."
+    with self.turn:
+        if proof and self.pausing.is_set() and self.waits_for != proof:
+            raise UserError(f"training is paused, and not by {proof}: resume it yourself, with Resume in the panel or "
+                "trainer.resume()")
+        self.waits_for = ""
+        self.pausing.clear()
 
 # %% ../../nbs/train/01_worker.ipynb #4c4bdb84
 @patch
@@ -92,7 +114,7 @@ def run(self:Worker, train):
     try: train()
     finally:
         self.ident = None
-        self.pausing.clear()
+        self.resume()
         self.busy.release()
 
 # %% ../../nbs/train/01_worker.ipynb #fefb4ab5

@@ -1,5 +1,6 @@
 """A proof: arms that are forks to the bit, verdicts that follow from them, whatever is killed meanwhile, and a run that is left alone."""
 import copy
+import multiprocessing
 import os
 import random
 import signal
@@ -26,7 +27,7 @@ from medlab.step.device import DeviceDecisions
 from medlab.train import trainer as trainer_module
 from medlab.train.trainer import Trainer
 
-KILLS = int(os.environ.get("MEDLAB_KILLS", 8))  # 50 for the long test
+KILLS = int(os.environ.get("MEDLAB_KILLS", 4))  # 50 for the long test
 RECIPES = dict(fast_ddpm=recipes.FastDDPM, restoration=recipes.Restoration, segmentation=recipes.Segmentation)
 QUICK = dict(steps=4, scores=False, draws=1, process=False, say=lambda text: None)
 
@@ -153,26 +154,98 @@ def test_it_waits_where_that_is_asked_for(tmp_path):
     t.close()
 
 
+def until(true, seconds=120):
+    "Wait until something holds."
+    end = time.monotonic() + seconds
+    while not true(): assert time.monotonic() < end; time.sleep(0.01)
+
+
+def proving(*argv):
+    "`medlab prove` in a process of its own."
+    lend = os.environ | dict(OMP_NUM_THREADS="1")
+    return subprocess.Popen([sys.executable, "-m", "medlab", "prove", *map(str, argv)], env=lend, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("person", ["", "before", "meanwhile"])
+def test_a_killed_proof_lets_training_go_on(tmp_path, person):
+    "Training that waits for a proof goes on once that is killed, and says so; a person's own pause lasts, also when the proof goes on."
+    t = Trainer(tiny(), tmp_path / "first", threads=1, val_share=0.0)
+    t.start(until=10**6)
+    until(lambda: t.iteration > 3)
+    proof = new_proof(t.path, knobs=dict(lr=1e-5), steps=4, scores=False, draws=1, pairs=7, aa=6)
+    if person == "before": t.pause()
+    process = proving(proof.path, "--pause")
+    until(lambda: proof.results and t.run.state == "paused")
+    if person == "meanwhile": t.run.command("pause", "panel")
+    assert not t.run.events("proof")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if person:
+        time.sleep(3)
+        assert t.run.state == "paused" and not t.run.events("proof")
+        make_proof(proof.path, steer=True)
+        time.sleep(0.5)
+        assert t.run.state == "paused" and "paused, and not by proofs/001-lr=1e-05" in t.run.events("command")[-1].text
+        t.resume()
+    until(lambda: t.run.state == "running", 5)
+    if not person:
+        told = t.run.events("proof")[0]
+        assert told.level == "warning" and "waited for proofs/001-lr=1e-05, whose process ended without a word" in told.text
+        make_proof(proof.path, steer=True)
+        until(lambda: t.run.state == "running", 5)
+        assert [e.text.split()[0] for e in t.run.events("command")] == ["save", "pause", "pause", "resume"]
+    t.stop()
+    t.wait(20)
+    t.close()
+
+
+def rush(path, barrier, told, rounds):
+    "Begin a proof as often as the other one, at the same moment."
+    for i in range(rounds):
+        knobs = dict(clip_norm=1e9 - 2 * i - (barrier.wait() == 0))
+        try: told.put((i, prove(path, knobs=knobs, at="newest", **QUICK | dict(steps=1)).name))
+        except UserError as e: told.put((i, f"refused: {e}"))
+        barrier.wait()
+
+
+def test_two_at_once(tmp_path):
+    "Of two that are begun at the same moment one is made, and the other is told so; whichever of them it is, and ten times over."
+    trained(tmp_path / "first")
+    spawn, rounds = multiprocessing.get_context("spawn"), 10
+    barrier, told = spawn.Barrier(2), spawn.Queue()
+    both = [spawn.Process(target=rush, args=(tmp_path / "first", barrier, told, rounds)) for _ in range(2)]
+    for p in both: p.start()
+    found = sorted(told.get(timeout=120) for _ in range(2 * rounds))
+    for p in both: p.join(60)
+    for i in range(rounds):
+        made, refused = (text for j, text in found if j == i)
+        assert made[:4] == f"{i + 1:03d}-" and refused.startswith("refused: a proof of first is being "), (made, refused)
+        assert "wait for it, or stop it" in refused
+    proofs = proofs_of(tmp_path / "first")
+    assert len(proofs) == rounds and {p.state for p in proofs} == {"done"}
+
+
 # killed
 
+@pytest.mark.timeout(300 + 60 * KILLS)
 def test_killed_it_goes_on(tmp_path):
     "Killed again and again, at whatever moment, it makes the arms of one that never was, and loses none that it had told of."
     trained(tmp_path / "first")
     whole = prove(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, **QUICK)
     cut = new_proof(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, steps=4, scores=False, draws=1)
     rng, kept = random.Random(0), 0
-    lend = os.environ | dict(OMP_NUM_THREADS="1")
     for _ in range(KILLS):
-        process = subprocess.Popen([sys.executable, "-m", "medlab.cli.main", "prove", str(cut.path)], env=lend, start_new_session=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        before, end = len(cut.results), time.monotonic() + 60
-        while process.poll() is None and len(cut.results) <= before and time.monotonic() < end: time.sleep(0.01)
+        process = proving(cut.path)
+        before = len(cut.results)
+        until(lambda: process.poll() is not None or len(cut.results) > before)
         time.sleep(rng.random() * 0.3)
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
         process.wait()
         assert len(cut.results) >= kept
         kept = len(cut.results)
         if cut.left is None: break
+    assert kept >= KILLS, "arms were made between the kills"
     make_proof(cut.path)
     theirs, ours = digests(whole), digests(cut)
     shared = theirs.keys() & ours.keys()
