@@ -75,7 +75,8 @@ def _deaths(v):
 # %% ../../nbs/verdict/04_verdict.ipynb #553944a2
 @patch
 def __str__(self:Verdict):
-    v, pairs, size, alive = self, _counted(self.pairs), _size(self), self.effect is not None
+    v, pairs, size = self, _counted(self.pairs), _size(self)
+    alive = v.effect is not None
     if v.basis == "bits": line = f"{v.label} in {pairs}"
     elif not v.pairs and not alive: line = v.label
     elif v.basis == "divergence": line = f"{v.label}: {pairs}{_deaths(v)}; {'where both live ' * alive}{size}"
