@@ -22,7 +22,7 @@ from .log import changes_table, events_table
 from .numbers import common_end, equal_places, first_parting, groups_table, numbers_table
 from .numbers import place_words, read_course, told_differences
 from .overlay import overlay
-from .settings import settings_table
+from .settings import settings_table, words
 from ..core import UnknownName, UserError, printable
 from ..data.volume import _write_whole
 from ..recipes.base import Table
@@ -48,6 +48,12 @@ def chosen_metrics(
 ENDED = dict(failed="failed", killed="was killed")
 
 
+def _asked(facts):
+    "The pending changes of a run, in words."
+    told = (f"{k} {words(v)} is asked for at step {at:,}" for k, (v, at) in facts.pending.items())
+    return f"{', '.join(told)}, and not applied yet"
+
+
 def _bits(runs):
     "Sentences: where runs of the first one's recipe part from it."
     a = runs[0]
@@ -55,10 +61,14 @@ def _bits(runs):
         if b.recipe != a.recipe: continue
         n, first, both = first_parting(a, b)
         if n and first is None:
-            yield f"{b.name} is identical to {a.name} to the bit, in {' and '.join(both)} of {n:,} common steps"
+            part = [r for r in (a, b) if r.pending and a.pending != b.pending]
+            more = "".join(f"; {r.name} is to differ: {_asked(r)}" for r in part)
+            yield (f"{b.name} is identical to {a.name} to the bit{', so far' * bool(part)}, in {' and '.join(both)} of "
+                f"{n:,} common steps{more}")
         elif first and first > 1: yield f"{b.name} is identical to {a.name} to the bit before step {first:,}"
 
 
+# %% ../../nbs/compare/07_comparison.ipynb #984c4788
 def _notes(runs, faults, axes, left_out, by):
     "Sentences that must be known."
     yield from (f"{name} is left out: {why}" for name, why in faults.items())
@@ -70,6 +80,7 @@ def _notes(runs, faults, axes, left_out, by):
         if r.forked: yield f"{r.name} is a fork of {r.forked}"
         if not r.step: yield f"{r.name} has made no step yet ({r.state}): it has no curves"
         if r.state in ENDED: yield f"{r.name} {ENDED[r.state]} at step {r.step:,}"
+        if r.pending: yield f"{r.name}: {_asked(r)}"
     ends = {n: a.end for n, a in axes.items() if a.end}
     if len({*ends.values()}) > 1 and by == "step":
         yield f"equal places end at {place_words(min(ends.values()), by)[3:]}, the last of {min(ends, key=ends.get)}"

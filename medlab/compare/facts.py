@@ -37,6 +37,12 @@ class RunFacts:
     @property
     def seed(self): "The recipe's; None where it has none."; return self.config.get("seed")
 
+    @property
+    def pending(self) -> dict:
+        "Knob → (value that is asked for, step before which), of changes that were not applied yet; the newest counts."
+        asked = [c for c in self.changes if c.state == "pending"]
+        return {k: (v, max(c.at or 0, self.step + 1)) for c in asked for k, v in (c.requested or {}).items()}
+
 # %% ../../nbs/compare/01_facts.ipynb #162cfb9b
 def _split(data):
     "The cases of a run in a few words."
@@ -75,6 +81,16 @@ def read_facts(
             _forked(meta.get("lineage") or ()))
 
 # %% ../../nbs/compare/01_facts.ipynb #94734e29
+def _refuse_proof(run):
+    "Raise `UserError` for the directory of a proof."
+    if "proof" not in run.meta: return
+    path, about = run.path, run.path.resolve().parent.parent
+    raise UserError(f"{path} is a proof, made of many arms from one state of {about.name}, and no run that could be "
+        f"compared: medlab prove {path} shows its table (and goes on with one that is not at its end), in Python "
+        f"Run({str(about)!r}).proofs, whose curves() lay the arms over one another; or compare {about.name} "
+        "itself")
+
+
 def _names(paths):
     "A name for each directory: its own, or with as many folders before it as tell all apart."
     parts = [p.resolve().parts for p in paths]
@@ -82,17 +98,19 @@ def _names(paths):
     return next(n for k in range(1, most + 1) if len({*(n := ["/".join(p[-k:]) for p in parts])}) == len(n))
 
 
+# %% ../../nbs/compare/01_facts.ipynb #69b70517
 def read_runs(
     runs,  # of `Run`, or of run directories
 ) -> tuple:  # ([`RunFacts`, …], {name: why it cannot be read})
-    "Read the runs to be compared. Raises `UserError` for one named twice, and where fewer than two can be read."
-    paths = [Path(r.path if isinstance(r, Run) else r) for r in runs]
+    "Read the runs that are compared. Raises `UserError` for one named twice, a proof, and fewer than two to be read."
+    paths = [Path(getattr(r, "path", r)) for r in runs]
     twice = [str(p) for i, p in enumerate(paths) if any(p.resolve() == q.resolve() for q in paths[:i])]
     if twice: raise UserError(f"{twice[0]} is named twice; a run is compared with others")
     found, faults = [], {}
     for path, name in zip(paths, _names(paths) if paths else ()):
         try: found.append(read_facts(Run(path), name))
         except UserError as e: faults[name] = str(e)
+        else: _refuse_proof(found[-1].run)
     if len(found) > 1: return found, faults
     which = "; ".join(faults.values()) or f"{len(paths)} {'was' if len(paths) == 1 else 'were'} named"
     raise UserError(f"a comparison needs two runs that can be read: {which}; medlab runs shows those there are")

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['MORE', 'WINDOW', 'Course', 'read_course', 'better_way', 'best_of', 'common_end', 'equal_places', 'place_words',
-           'numbers_table', 'by_seed', 'mean_interval', 'groups_table', 'difference', 'told_differences',
-           'first_parting']
+           'numbers_table', 'by_seed', 'groups_table', 'difference', 'told_differences', 'first_parting']
 
 # %% ../../nbs/compare/05_numbers.ipynb #0b705968
 import re
@@ -18,7 +17,7 @@ from .axes import Axis, along
 from .facts import RunFacts
 from .settings import grouped
 from ..core import UserError
-from ..paired import paired
+from ..paired import mean_interval, paired
 from ..recipes.base import Table
 from ..run.series import Series
 from ..train.validation import LESS
@@ -147,15 +146,6 @@ def by_seed(
         if mean is not None: found.setdefault(r.seed, []).append(mean)
     return {s: float(np.mean(v)) for s, v in found.items()}
 
-
-def mean_interval(
-    values,  # (n,) numbers
-) -> tuple:  # (mean, low, high); low and high are None for a single value
-    "A mean with its 95 % t interval."
-    v, n = np.asarray(values, np.float64), len(values)
-    if n < 2: return float(v.mean()), None, None
-    half = stats.t.ppf(0.975, n - 1) * v.std(ddof=1) / np.sqrt(n)
-    return float(v.mean()), float(v.mean() - half), float(v.mean() + half)
 
 # %% ../../nbs/compare/05_numbers.ipynb #45330e13
 def groups_table(

@@ -35,9 +35,10 @@ def differing(
 
 # %% ../../nbs/compare/03_settings.ipynb #e9012038
 def knob_words(facts:RunFacts) -> dict:  # knob → in words
-    "The knobs of a run: the value at the start, and the one in force where it is another."
+    "The knobs of a run: the value at the start, the one in force where it is another, and one that is asked for."
     now = lambda k, v: f" → {words(facts.now[k])}" if facts.now.get(k, v) != v else ""
-    return {k: words(v) + now(k, v) for k, v in facts.start.items()}
+    asked = {k: f" (asked for at step {at:,}, not applied yet: {words(v)})" for k, (v, at) in facts.pending.items()}
+    return {k: words(v) + now(k, v) + asked.get(k, "") for k, v in facts.start.items()}
 
 
 def settings_table(

@@ -15,7 +15,6 @@ from ..contracts.batch import StepBatch
 from ..core import UserError
 from .mark import Mark
 from ..guards.diagnosis import diagnose
-from ..knobs.knobs import Knobs
 from ..numerics.finite import is_finite
 from ..numerics.probe import tensors_in
 from ..run.checkpoint import read_state
@@ -85,8 +84,7 @@ def step_then(
     if weights.state is not None:
         try: model.load_state_dict(weights.state["model"])
         except RuntimeError as e: raise UserError(f"the checkpoint is of another network: {e}") from e
-    for name in recipe.Knobs.class_traits().keys() - Knobs.class_traits().keys():
-        recipe.apply(name, getattr(k, name), model)
+    for name in recipe.own_knobs(): recipe.apply(name, getattr(k, name), model)
     step = Step(system, build_optimizer(recipe, model, k.lr, cpu), recipe.bind_losses(system), k, LRSchedule(k),
         recipe.seed, cpu)
     if weights.state is not None: step.load_state_dict(weights.state["step"])

@@ -19,7 +19,7 @@ from ..core import UserError
 from ..knobs.controls import same
 from .plan import Plan, most_arms, verdicts_of
 from ..train.process import GOING
-from .proof import Proof, proof_folders
+from .proof import Proof, proof_folders, verdict_words
 
 # %% ../../nbs/prove/08_board.ipynb #6abe6a75
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ def standing(
     p = Proof(folder)
     try:
         plan, results, state = p.plan, p.results, p.state
-        told = [e.text for e in p.run.events("error")][-1:] if state == "failed" else []
         verdicts = verdicts_of(plan, results)
-        return Standing(p.path, state, plan, verdicts, len(results), p.run.meta.get("created", 0.0), "".join(told))
+        return Standing(p.path, state, plan, verdicts, len(results), p.run.meta.get("created", 0.0), p.error)
     finally: p.close()
 
 # %% ../../nbs/prove/08_board.ipynb #c3196795
@@ -175,4 +174,5 @@ def _title(s, v):
     "A verdict in full."
     better = f"{s.plan.metric or 'loss'}, {'less' if v.better == 'lower' else 'more'} is better"
     how = f"{s.plan.steps} steps an arm, {s.arms} arms; {better}"
-    return f"proof {s.name}, from step {s.plan.at:,}: {s.error or v}. {how}"
+    words = verdict_words(v, s.state) + f": {s.error}" * bool(s.error and not v.final)
+    return f"proof {s.name}, from step {s.plan.at:,}: {words}. {how}"

@@ -15,7 +15,6 @@ import torch
 from ..batches.loading import Guarded, collate
 from ..contracts.batch import Batch
 from ..core import UserError, derive_seed
-from ..knobs.knobs import Knobs
 from ..numerics.buffers import Buffers
 from ..step.step import Step
 
@@ -96,8 +95,8 @@ def own_values(
 ) -> dict:  # knob → value
     "What a recipe asks by its own knobs, as they are now; those tagged `concern=\"numerics\"` belong to the network."
     traits = recipe.Knobs.class_traits()
-    own = {k for k in traits.keys() - Knobs.class_traits().keys() if traits[k].metadata.get("concern") != "numerics"}
-    return {k: v for k, v in recipe.knobs.values().items() if k in own}
+    asks = lambda k: traits[k].metadata.get("concern") != "numerics"
+    return {k: getattr(recipe.knobs, k) for k in recipe.own_knobs() if asks(k)}
 
 # %% ../../nbs/prove/01_held_out.ipynb #794eecfd
 @contextlib.contextmanager

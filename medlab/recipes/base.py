@@ -282,9 +282,15 @@ def initial_knobs(self:Recipe) -> dict:  # knob → value
     return {}
 
 # %% ../../nbs/recipes/00_base.ipynb #0a489cd3
+@patch(cls_method=True)
+def own_knobs(cls:Recipe) -> list:  # names, sorted; [] for a recipe that has the trainer's alone
+    "The knobs that a recipe adds to those of every run."
+    return sorted(cls.Knobs.class_traits().keys() - Knobs.class_traits().keys())
+
+
 @patch
 def apply(self:Recipe,
-    knob:str,  # one of the recipe's own knobs
+    knob:str,  # one of `own_knobs`
     value,  # validated
     model:torch.nn.Module,
 ):
@@ -293,7 +299,7 @@ def apply(self:Recipe,
 # %% ../../nbs/recipes/00_base.ipynb #b33eb35f
 @patch
 def read(self:Recipe,
-    knob:str,  # one of the recipe's own knobs
+    knob:str,  # one of `own_knobs`
     model:torch.nn.Module,
     default,  # the knob's value, for those that are read where they are used
 ):  # the value in force

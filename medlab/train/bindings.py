@@ -79,6 +79,6 @@ def outer_bindings(
     decay = KnobBinding(lambda value, source: set_weight_decay(optimizer, value), lambda: read_weight_decay(optimizer))
     end = KnobBinding(lambda value, source: check_weight_decay(optimizer, value))
     switch = KnobBinding(lambda value, source: recompute(model, value), lambda: read_checkpointing(model))
-    names = sorted(knobs.class_traits().keys() - Knobs.class_traits().keys())
     outer = dict(weight_decay=decay, weight_decay_end=end, activation_checkpointing=switch)
-    return outer | process_bindings() | speed_bindings(model, optimizer, knobs) | {k: own(k) for k in names}
+    outer |= process_bindings() | speed_bindings(model, optimizer, knobs)
+    return outer | {k: own(k) for k in recipe.own_knobs()}

@@ -21,7 +21,6 @@ from torch import nn
 import medlab
 from ..contracts.system import System
 from ..core import UnknownName, UserError, derive_seed, seeded
-from ..knobs.knobs import Knobs
 from ..memory.usage import usable_device
 from ..numerics.tf32 import read_tf32, set_tf32
 from ..recipes.base import Recipe
@@ -275,7 +274,7 @@ def trained_model(
     model = system.model
     model.load_state_dict(state["model"])
     for name, p in model.named_parameters(): p.copy_(average.get(name, p))
-    for k in recipe.Knobs.class_traits().keys() - Knobs.class_traits().keys():
+    for k in recipe.own_knobs():
         if k in state["knobs"]: recipe.apply(k, state["knobs"][k], model)
     kept = (state["step"].get("system") or {}).get("averages", {})
     for name, weights in kept.items(): system.averages[name].load_state_dict(weights)
