@@ -62,7 +62,7 @@ end = time.monotonic() + 120
 while time.monotonic() < end and not go.exists(): trainer.fit(20, progress=False)
 go.unlink(missing_ok=True)"""
 SHOWN = """() => { const canvas = c => c.width > 20 && c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v > 60 && v < 255);
-    return document.querySelectorAll('.mp-row[data-knob]').length > 50 && document.querySelectorAll('.mp-item').length > 1
+    return document.querySelectorAll('.mp-row[data-knob]').length > 50 && document.querySelectorAll('.mp-item').length > 0
         && document.querySelector('.medlab-curves[data-drawn] canvas') && [...document.querySelectorAll('.medlab-viewer canvas')].filter(canvas).length === 3 }"""
 STEP = "() => parseInt(document.querySelector('.mp-facts b').textContent.replaceAll(',', ''))"
 TEXT = "() => document.querySelector('.medlab-viewer .mv-status').textContent"
