@@ -25,6 +25,7 @@ WORDS = dict(  # command → (what its words are, its options)
     fork=(("run",), ("--at", "--set", "--fix", "--run", "--replay", "--timeout", "--recipe")),
     prove=(("run",), ("--set", "--combined", "--at", "--steps", "--seeds", "--aa", "--cases", "--draws", "--margin",
         "--alpha", "--metric", "--no-scores", "--pause", "--json", "--recipe", "--device", "--threads")),
+    forecast=(("recipe",), ("--gpus", "--memory", "--parallel", "--bandwidth", "--step-time", *TRAIN)),
     compare=(("run",), ("--by", "--metrics", "--at", "--csv", "--out")),
     notebook=(("run", "out"), ("--overwrite", "--recipe")),
     runs=(("folder",), ()), demo=(("folder",), ("--steps", "--image", "--threads")), lab=(("folder",), ()),

@@ -84,7 +84,7 @@ def step_then(
     if weights.state is not None:
         try: model.load_state_dict(weights.state["model"])
         except RuntimeError as e: raise UserError(f"the checkpoint is of another network: {e}") from e
-    for name in recipe.own_knobs(): recipe.apply(name, getattr(k, name), model)
+    for name in recipe.own_knob_names(): recipe.apply(name, getattr(k, name), model)
     step = Step(system, build_optimizer(recipe, model, k.lr, cpu), recipe.bind_losses(system), k, LRSchedule(k),
         recipe.seed, cpu)
     if weights.state is not None: step.load_state_dict(weights.state["step"])

@@ -96,7 +96,7 @@ def own_values(
     "What a recipe asks by its own knobs, as they are now; those tagged `concern=\"numerics\"` belong to the network."
     traits = recipe.Knobs.class_traits()
     asks = lambda k: traits[k].metadata.get("concern") != "numerics"
-    return {k: getattr(recipe.knobs, k) for k in recipe.own_knobs() if asks(k)}
+    return {k: getattr(recipe.knobs, k) for k in recipe.own_knob_names() if asks(k)}
 
 # %% ../../nbs/prove/01_held_out.ipynb #794eecfd
 @contextlib.contextmanager

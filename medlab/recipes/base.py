@@ -283,14 +283,14 @@ def initial_knobs(self:Recipe) -> dict:  # knob → value
 
 # %% ../../nbs/recipes/00_base.ipynb #0a489cd3
 @patch(cls_method=True)
-def own_knobs(cls:Recipe) -> list:  # names, sorted; [] for a recipe that has the trainer's alone
+def own_knob_names(cls:Recipe) -> list:  # names, sorted; [] for a recipe that has the trainer's alone
     "The knobs that a recipe adds to those of every run."
     return sorted(cls.Knobs.class_traits().keys() - Knobs.class_traits().keys())
 
 
 @patch
 def apply(self:Recipe,
-    knob:str,  # one of `own_knobs`
+    knob:str,  # one of `own_knob_names`
     value,  # validated
     model:torch.nn.Module,
 ):
@@ -299,7 +299,7 @@ def apply(self:Recipe,
 # %% ../../nbs/recipes/00_base.ipynb #b33eb35f
 @patch
 def read(self:Recipe,
-    knob:str,  # one of `own_knobs`
+    knob:str,  # one of `own_knob_names`
     model:torch.nn.Module,
     default,  # the knob's value, for those that are read where they are used
 ):  # the value in force

@@ -81,4 +81,4 @@ def outer_bindings(
     switch = KnobBinding(lambda value, source: recompute(model, value), lambda: read_checkpointing(model))
     outer = dict(weight_decay=decay, weight_decay_end=end, activation_checkpointing=switch)
     outer |= process_bindings() | speed_bindings(model, optimizer, knobs)
-    return outer | {k: own(k) for k in recipe.own_knobs()}
+    return outer | {k: own(k) for k in recipe.own_knob_names()}

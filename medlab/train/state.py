@@ -274,7 +274,7 @@ def trained_model(
     model = system.model
     model.load_state_dict(state["model"])
     for name, p in model.named_parameters(): p.copy_(average.get(name, p))
-    for k in recipe.own_knobs():
+    for k in recipe.own_knob_names():
         if k in state["knobs"]: recipe.apply(k, state["knobs"][k], model)
     kept = (state["step"].get("system") or {}).get("averages", {})
     for name, weights in kept.items(): system.averages[name].load_state_dict(weights)
