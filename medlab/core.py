@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from fastcore.docments import docments
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 # %% ../nbs/00_core.ipynb #deb85ec0
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -229,7 +229,7 @@ def kept_tensors(
         @functools.lru_cache(most)
         @functools.wraps(make)
         def kept(*args):
-            with torch.inference_mode(False), torch.no_grad(), _disable_current_modes(): return make(*args)
+            with torch.inference_mode(False), torch.no_grad(), unset_fake_temporarily(): return make(*args)
         return kept
     return decorate
 
