@@ -564,7 +564,7 @@ def forecast(
     if name is None and {"-h", "--help"} & {*argv}: print_text(USAGE); return 0
     if name is None: raise UserError(f"which recipe? {USAGE}")
     if resumed_run(argv):
-        raise UserError("forecast looks at a new run; leave out --resume (trainer.forecast() tells of one)")
+        raise UserError("forecast looks at a new run, not at one that goes on; of that trainer.forecast() tells")
     fields, knobs, rest = options(recipe_class(name), argv)
     print_text(forecast_in_words(new_job(recipe_class(name), fields, rest).recipe, words, rest.get("device"), **knobs))
     return 0

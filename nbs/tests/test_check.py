@@ -137,13 +137,13 @@ def accepted(command, option):
     if command in ("train", "check"):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
         return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else set())
-    argv |= dict(compare=["compare"], notebook=["notebook"], prove=["prove"])
+    argv |= dict(compare=["compare"], notebook=["notebook"], prove=["prove"], forecast=["forecast"])
     if command not in argv: return False
     return f"--{option}" in help_of(*argv[command]) or command in ("predict", "evaluate") and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
 
 
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
-    "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "cli/fork.py": ("fork",), "cli/prove.py": ("prove",), "prove/plan.py": ("prove",), "prove/start.py": ("prove",),
+    "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "cli/forecast.py": ("forecast",), "cli/fork.py": ("fork",), "cli/prove.py": ("prove",), "prove/plan.py": ("prove",), "prove/start.py": ("prove",),
     "cli/pace.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
     "rebuild/config.py": ("notebook",), "rebuild/code.py": ("notebook",)}
 
@@ -166,7 +166,7 @@ def test_a_hint_names_an_option_that_its_command_takes():
 
 
 def test_the_hint_test_sees_a_wrong_one():
-    assert not accepted("predict", "noise") and accepted("check", "noise") and accepted("train", "size") and not accepted("export", "noise")
+    assert not accepted("forecast", "noise") and accepted("forecast", "step-time") and not accepted("predict", "noise") and accepted("check", "noise") and accepted("train", "size") and not accepted("export", "noise")
 
 
 # sizes
