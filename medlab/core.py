@@ -226,9 +226,11 @@ def kept_tensors(
 ):  # a decorator
     "Let a function of hashable arguments keep its tensors, which have values and no history, whoever asks first."
     def decorate(make):
+        "The function that keeps what `make` returns."
         @functools.lru_cache(most)
         @functools.wraps(make)
         def kept(*args):
+            "What `make` returned for these arguments, first now or before."
             with torch.inference_mode(False), torch.no_grad(), unset_fake_temporarily(): return make(*args)
         return kept
     return decorate

@@ -216,10 +216,15 @@ def made_of(self:Proof) -> str:
 
 
 @patch
-def __str__(self:Proof):
+def _told(self:Proof) -> dict:
+    "What is told of each factor, and of a failure."
     state, why = self.state, self.error
-    lines = [f"proof {self.name}", self.made_of]
-    lines += [f"{k}: {verdict_words(v, state)}" for k, v in self.verdicts.items()] + [f"failed: {why}"] * bool(why)
+    return {k: verdict_words(v, state) for k, v in self.verdicts.items()} | ({"failed": why} if why else {})
+
+
+@patch
+def __str__(self:Proof):
+    lines = [f"proof {self.name}", self.made_of, *(f"{k}: {text}" for k, text in self._told().items())]
     deaths = [f"{r.factor} {r.pair} diverged: {r.diverged}" for r in self.results if r.diverged]
     return "\n".join([*lines, *deaths[:4], *([f"and {len(deaths) - 4} more diverged"] if len(deaths) > 4 else [])])
 
@@ -300,9 +305,7 @@ def _repr_html_(self:Proof):
         self.curves().savefig(buffer, format="png", dpi=72)
         data = base64.b64encode(buffer.getvalue()).decode()
         image = f"<img alt='loss of the arms' src='data:image/png;base64,{data}'>"
-    state, why = self.state, self.error
-    told = {k: verdict_words(v, state) for k, v in self.verdicts.items()} | ({"failed": why} if why else {})
-    told = "".join(f"<li><b>{html.escape(k)}</b>: {html.escape(v)}</li>" for k, v in told.items())
+    told = "".join(f"<li><b>{html.escape(k)}</b>: {html.escape(text)}</li>" for k, text in self._told().items())
     return (f"<p><b>proof {html.escape(self.name)}</b>: {html.escape(self.made_of)}</p>"
         f"{_html_table(self.table())}<ul>{told}</ul>{image}")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
+from waiting import until
 
 from medlab.cli.main import main
 from medlab.phantoms import write_brats
@@ -49,12 +50,6 @@ def is_mistake(result, *words):
     err = "".join(l for l in err.splitlines(True) if not l.startswith("predicting "))
     assert status == 2 and err.startswith("medlab: ") and err.count("\n") == 1 and "Traceback" not in out + err, (status, out[-300:], err[-2000:])
     for w in words: assert w in err, err
-
-
-def until(true, seconds=60):
-    "Wait for something to become true."
-    end = time.monotonic() + seconds
-    while not true(): assert time.monotonic() < end, "it did not become true"; time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +242,7 @@ def test_a_process_is_held_stopped_and_gone_on_with(tmp_path):
     "`--debug` reaches its first step in seconds; a second trainer is refused; SIGTERM ends with a checkpoint; the run goes on."
     run, start = tmp_path / "run", time.monotonic()
     process = began(*DEBUG[:-2], "--run", run, "--steps", 10**6)
-    until(lambda: (run / "checkpoints").is_dir() and Run(run).step >= 1)
+    until(lambda: (run / "checkpoints").is_dir() and Run(run).step >= 1, 60)
     first = time.monotonic() - start
     is_mistake(ended(began("train", "--resume", run, "--steps", 10**6)), "is held by a live trainer", f"process {process.pid}", "stop that one, or choose another")
     process.send_signal(signal.SIGTERM)
@@ -290,7 +285,7 @@ def test_the_lab_opens_at_its_tutorial_and_ends_with_its_command(tmp_path):
     process = began("lab", tmp_path / "notes", "--no-browser", f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=t", *root, **env)
     try:
         address = f"http://127.0.0.1:{port}/api/contents/live_lab.ipynb?content=0&token=t"
-        until(lambda: process.poll() is not None or answers(address))
+        until(lambda: process.poll() is not None or answers(address), 60)
         assert process.poll() is None, process.communicate()
         process.terminate()
         out, err = process.communicate(timeout=60)  # the pipes are closed once nobody is left who holds them

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from waiting import until
 
 from medlab import Run, Trainer
 from medlab.core import UserError
@@ -28,14 +29,6 @@ def start(code, *args):
     return subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, *map(str, args)], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def until(true, seconds=90):
-    "Wait for something to become true."
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "never"
-        time.sleep(0.05)
-
-
 def looks():
     "Processes that look for a sample, whoever their parent is."
     return [p for p in psutil.process_iter(["cmdline"]) if "medlab.culprit.process import work" in " ".join(p.info["cmdline"] or ())]
@@ -52,18 +45,18 @@ def test_another_process_trains_and_is_killed(ward, tmp_path):
     path = tmp_path / "run"
     trainer = start(TRAIN, f"{ward}:Ward", ward.parent / "scans", path, 0)
     try:
-        until(lambda: (path / "run.db").exists() or trainer.poll() is not None)
+        until(lambda: (path / "run.db").exists() or trainer.poll() is not None, 90)
         assert trainer.poll() is None, trainer.stderr.read().decode()
         time.sleep(1)
         run = Run(path)
-        until(lambda: run.events("bad_sample") and run.events("drop") and run.step > 40)
+        until(lambda: run.events("bad_sample") and run.events("drop") and run.step > 40, 90)
         hole, empty = (run.events(k)[0].step for k in ("bad_sample", "drop"))
         before = run.step
         for process in (False, True):
             found = run.sample_at(hole, process=process)
             assert (found.case, found.at, int(found.labels.sum())) == ("p02", HOLE, 24)
         assert run.sample_at(empty).module == "0 (Standardize)"
-        until(lambda: run.step > before)
+        until(lambda: run.step > before, 90)
         assert trainer.poll() is None and run.state == "running" and is_live(path), "its lock is its own"
     finally:
         trainer.kill()
@@ -85,7 +78,7 @@ def test_what_asks_is_killed(ward, tmp_path):
     (ward.parent / "scans" / "p02.nii.gz.hang").touch()
     others = {p.pid for p in looks()}
     asking = start(LOOK, tmp_path / "run", hole)
-    until(lambda: {p.pid for p in looks()} - others)
+    until(lambda: {p.pid for p in looks()} - others, 90)
     own = {p.pid for p in looks()} - others
     time.sleep(5)
     assert {p.pid for p in looks()} >= own, "it hangs"
@@ -100,7 +93,7 @@ def test_a_run_whose_samples_were_read_by_workers(ward, tmp_path):
     "The order and the bits are those of one process; and the look is made in another one."
     trainer = start(TRAIN, f"{ward}:Ward", ward.parent / "scans", tmp_path / "run", 1)
     try:
-        until(lambda: (tmp_path / "run" / "run.db").exists() or trainer.poll() is not None)
+        until(lambda: (tmp_path / "run" / "run.db").exists() or trainer.poll() is not None, 90)
         time.sleep(1)
         run = Run(tmp_path / "run")
         until(lambda: run.events("bad_sample"), 120)

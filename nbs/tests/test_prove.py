@@ -12,6 +12,7 @@ from concurrent.futures import Future
 
 import pytest
 from victim import KNOBS, Small, digest
+from waiting import until
 
 from medlab import recipes
 from medlab.core import UserError
@@ -27,7 +28,7 @@ from medlab.step.device import DeviceDecisions
 from medlab.train import trainer as trainer_module
 from medlab.train.trainer import Trainer
 
-KILLS = int(os.environ.get("MEDLAB_KILLS", 4))  # 50 for the long test
+KILLS = int(os.environ.get("MEDLAB_KILLS", 8))  # 50 for the long test
 RECIPES = dict(fast_ddpm=recipes.FastDDPM, restoration=recipes.Restoration, segmentation=recipes.Segmentation)
 QUICK = dict(steps=4, scores=False, draws=1, process=False, say=lambda text: None)
 
@@ -154,12 +155,6 @@ def test_it_waits_where_that_is_asked_for(tmp_path):
     t.close()
 
 
-def until(true, seconds=120):
-    "Wait until something holds."
-    end = time.monotonic() + seconds
-    while not true(): assert time.monotonic() < end; time.sleep(0.01)
-
-
 def proving(*argv):
     "`medlab prove` in a process of its own."
     lend = os.environ | dict(OMP_NUM_THREADS="1")
@@ -172,11 +167,11 @@ def test_a_killed_proof_lets_training_go_on(tmp_path, person):
     "Training that waits for a proof goes on once that is killed, and says so; a person's own pause lasts, also when the proof goes on."
     t = Trainer(tiny(), tmp_path / "first", threads=1, val_share=0.0)
     t.start(until=10**6)
-    until(lambda: t.iteration > 3)
+    until(lambda: t.iteration > 3, 120)
     proof = new_proof(t.path, knobs=dict(lr=1e-5), steps=4, scores=False, draws=1, pairs=7, aa=6)
     if person == "before": t.pause()
     process = proving(proof.path, "--pause")
-    until(lambda: proof.results and t.run.state == "paused")
+    until(lambda: proof.results and t.run.state == "paused", 120)
     if person == "meanwhile": t.run.command("pause", "panel")
     assert not t.run.events("proof")
     os.killpg(process.pid, signal.SIGKILL)
@@ -232,21 +227,21 @@ def test_two_at_once(tmp_path):
 def test_killed_it_goes_on(tmp_path):
     "Killed again and again, at whatever moment, it makes the arms of one that never was, and loses none that it had told of."
     trained(tmp_path / "first")
-    whole = prove(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, **QUICK)
     cut = new_proof(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, steps=4, scores=False, draws=1)
     rng, kept = random.Random(0), 0
     for _ in range(KILLS):
         process = proving(cut.path)
         before = len(cut.results)
-        until(lambda: process.poll() is not None or len(cut.results) > before)
+        until(lambda: process.poll() is not None or len(cut.results) > before, 120)
         time.sleep(rng.random() * 0.3)
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
         process.wait()
         assert len(cut.results) >= kept
         kept = len(cut.results)
         if cut.left is None: break
-    assert kept >= KILLS, "arms were made between the kills"
+    else: assert kept >= KILLS, "arms were made between the kills"
     make_proof(cut.path)
+    whole = prove(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, **QUICK)
     theirs, ours = digests(whole), digests(cut)
     shared = theirs.keys() & ours.keys()
     assert cut.state == "done" and all(theirs[k] == ours[k] for k in shared) and ("off", 3) in shared
