@@ -34,13 +34,6 @@ def _piece(like, n, shape):
     return torch.empty(len(like), shape[0], n, *shape[1:], dtype=like.dtype, device=like.device, memory_format=LAST)
 
 
-def _convolved(x, conv, padding=(0, 0, 0)):
-    "A convolution; oneDNN's own where PyTorch would take a slow path."
-    if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        y = torch.mkldnn_convolution(x, conv.weight, conv.bias, padding, conv.stride, (1, 1, 1), 1)
-    else: y = F.conv3d(x, conv.weight, conv.bias, conv.stride, padding)
-    return y.contiguous(memory_format=LAST)
-
 # %% ../../nbs/nets/03_streaming.ipynb #4f729277
 def _pages(like, n, shape):
     "Zeros (b, c, n, y, x), channels last; on a CPU in pages of their own."
@@ -60,7 +53,7 @@ class _Window:
         n = self.held + x.shape[2] + 2
         if self.room is not None and n <= self.room.shape[2]: return
         (c, y, w), old = (x.shape[1], *x.shape[3:]), self.room
-        self.room = _pages(x, n + 2, (c, y + self.edge, w + self.edge))
+        self.room = _pages(x, n, (c, y + self.edge, w + self.edge))
         if self.held: self.room[:, :, :self.held] = old[:, :, :self.held]
 
     @property
@@ -68,7 +61,8 @@ class _Window:
 
     def blank(self, like, n, shape):
         "A piece to be filled, in place of what the window held."
-        if self.room is None or self.room.shape[2] < n: self.room = _pages(like, max(n, 1), shape)
+        there = 0 if self.room is None else self.room.shape[2]
+        if there < max(n, 1) or there > n and len(like) > 1: self.room = _pages(like, max(n, 1), shape)  # in one block
         return self.room[:, :, :n]
 
     def push(self, x):
@@ -83,18 +77,53 @@ class _Window:
         self.held += 1
 
     def keep(self, n):
-        "Let go of all slices but the last n; of the window itself where none is left."
-        if not n: return self.start()
+        "Let go of all slices but the last n."
         first = max(0, self.held - n)
         for i in range(first and n): self.room[:, :, i] = self.room[:, :, first + i]
         self.held -= first
 
 
+# %% ../../nbs/nets/03_streaming.ipynb #6ea70a81
+class _Kernel:
+    "A convolution; what it gives is good until it is called again."
+    def __init__(self, conv, padding=(0, 0, 0)):
+        self.conv, self.padding, self.made, self.packed = conv, padding, _Window(), None
+
+    def start(self):
+        self.packed = None
+        self.made.start()
+
+    def plain(self, x):
+        "The convolution as PyTorch calls it; None where oneDNN can be called by name."
+        c = self.conv
+        if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available(): return None
+        return F.conv3d(x, c.weight, c.bias, c.stride, self.padding).contiguous(memory_format=LAST)
+
+    def __call__(self, x):
+        c = self.conv
+        if (y := self.plain(x)) is not None: return y
+        size = [(s + 2 * p - k) // step + 1 for s, p, k, step in zip(x.shape[2:], self.padding, c.kernel_size, c.stride)]
+        return self.add(self.made.blank(x, size[0], (c.out_channels, *size[1:])).zero_(), x)
+
+    def add(self, to, x):
+        "Add the convolution of a piece to another piece, in place."
+        c, one = self.conv, (1, 1, 1)
+        if (y := self.plain(x)) is not None: return to.add_(y)
+        if self.packed is None: self.packed = torch._C._nn.mkldnn_reorder_conv3d_weight(
+            c.weight.to_mkldnn(), self.padding, c.stride, one, 1, x.shape)
+        return torch.ops.mkldnn._convolution_pointwise_.binary(
+            to, x, self.packed, c.bias, self.padding, c.stride, one, 1, "add", 1.0, None, [], None)
+
+
 # %% ../../nbs/nets/03_streaming.ipynb #8665b0eb
 class _Conv:
     "A convolution of 3 × 3 × 3 with zeros around, fed in pieces."
-    def __init__(self, conv): self.conv, self.window = conv, _Window()
-    def start(self): self.window.start()
+    def __init__(self, conv): self.conv, self.window, self.kernel = conv, _Window(), _Kernel(conv, (0, 1, 1))
+
+    def start(self):
+        self.window.start()
+        self.kernel.start()
+
     def follow(self, c, y, x): return (self.conv.out_channels, y, x), 1
 
     def feed(self, x, last):
@@ -104,15 +133,19 @@ class _Conv:
         w.push(x)
         del x  # before memory for the output is needed
         if last: w.zero()
-        y = _convolved(w.all, self.conv, (0, 1, 1)) if w.held > 2 else _piece(w.all, 0, shape)
-        w.keep(0 if last else 2)
+        y = self.kernel(w.all) if w.held > 2 else _piece(w.all, 0, shape)
+        self.start() if last else w.keep(2)
         return y
 
 # %% ../../nbs/nets/03_streaming.ipynb #2076cee2
 class _Down:
     "A convolution with stride 2 and zeros behind the end of each axis, fed in pieces."
-    def __init__(self, conv): self.conv, self.window = conv, _Window(1)
-    def start(self): self.window.start()
+    def __init__(self, conv): self.conv, self.window, self.kernel = conv, _Window(1), _Kernel(conv)
+
+    def start(self):
+        self.window.start()
+        self.kernel.start()
+
     def follow(self, c, y, x): return (self.conv.out_channels, y // 2, x // 2), 0.5
 
     def feed(self, x, last):
@@ -122,17 +155,17 @@ class _Down:
         del x
         if last: w.zero()
         n = max(0, (w.held - 1) // 2)
-        y = _convolved(w.all[:, :, :2 * n + 1], self.conv) if n else _piece(w.all, 0, shape)
-        w.keep(0 if last else w.held - 2 * n)
+        y = self.kernel(w.all[:, :, :2 * n + 1]) if n else _piece(w.all, 0, shape)
+        self.start() if last else w.keep(w.held - 2 * n)
         return y
 
 # %% ../../nbs/nets/03_streaming.ipynb #ce821f62
 class _Up:
     "Linear interpolation to twice the resolution, fed in pieces."
-    def __init__(self): self.window, self.made = _Window(), _Window()
+    def __init__(self): self.window, self.between, self.made = _Window(), _Window(), _Window()
 
     def start(self):
-        for w in (self.window, self.made): w.start()
+        for w in (self.window, self.between, self.made): w.start()
 
     def follow(self, c, y, x): return (c, 2 * y, 2 * x), 2
 
@@ -146,9 +179,9 @@ class _Up:
         out = self.made.blank(w.all, max(0, 2 * w.held - 4), shape)
         for i in range(out.shape[2]):
             here, near = w.all[:, :, i // 2 + 1], w.all[:, :, i // 2 + 2 * (i % 2)]
-            out[:, :, i] = F.interpolate(torch.lerp(here, near, 0.25), scale_factor=2.0, mode="bilinear")
-        if last: self.start()
-        else: w.keep(2)
+            x = torch.lerp(here, near, 0.25, out=self.between.blank(w.all, 1, w.all.shape[1:2] + here.shape[2:])[:, :, 0])
+            torch.ops.aten.upsample_bilinear2d.out(x, shape[1:], False, 2.0, 2.0, out=out[:, :, i])
+        self.start() if last else w.keep(2)
         return out
 
 # %% ../../nbs/nets/03_streaming.ipynb #43a28239
@@ -169,22 +202,28 @@ def _through(ops, x, last):
 class _Norm:
     "A group norm: it collects the moments of all pieces, and is applied when they are known."
     def __init__(self, norm, act=True):
-        self.norm, self.act = norm, act
+        self.norm, self.act, self.apart = norm, act, _Window()
         self.forget()
 
-    def forget(self): self.n, self.mean, self.spread = 0, 0.0, 0.0
+    def forget(self):
+        self.n, self.mean = 0, None
+        self.apart.start()
 
     def start(self): pass
     def follow(self, c, y, x): return (c, y, x), 1
 
     def add(self, x):
         "Take the moments of a piece into account."
-        for y in x.unbind(2):
-            y = y.permute(0, 2, 3, 1).flatten(1, 2)  # (b, y·x, c)
+        if self.mean is None: self.mean, self.spread = x.new_zeros(2, *x.shape[:2], dtype=torch.float64)
+        flat = lambda y: y.permute(0, 2, 3, 1).flatten(1, 2)  # (b, y·x, c)
+        apart = flat(self.apart.blank(x, 1, (x.shape[1], *x.shape[3:]))[:, :, 0])
+        for y in map(flat, x.unbind(2)):
             k, mean = y.shape[1], y.mean(1)
-            spread, delta = (y - mean[:, None]).square_().sum(1).double(), mean.double() - self.mean
-            self.spread = self.spread + spread + delta * delta * (self.n * k / (self.n + k))
-            self.mean, self.n = self.mean + delta * (k / (self.n + k)), self.n + k
+            delta = mean.double() - self.mean
+            self.spread += torch.sub(y, mean[:, None], out=apart).square_().sum(1).double()
+            self.spread += delta * delta * (self.n * k / (self.n + k))
+            self.mean += delta * (k / (self.n + k))
+            self.n += k
 
     def finish(self):
         "Turn the moments into a factor and a summand for each channel."
@@ -599,23 +638,24 @@ class _Later:
     "Slices that are handed out in other pieces than those in which they came."
     source, left, last = None, math.inf, False
 
-    def __init__(self): self.held = []
+    def __init__(self): self.window, self.given = _Window(), _Window()
 
     def put(self, x):
-        if x.shape[2]: self.held.append(x)
+        self.window.open(x)
+        self.window.push(x)
 
     def next(self, n): return self.take(n), self.last
 
     def take(self, n):
         "The next n slices, or what is left of them."
         n = min(n, self.left)
-        while sum(x.shape[2] for x in self.held) < n: self.put(next(self.source))
+        w = self.window
+        while w.held < n: self.put(next(self.source))
         self.left -= n
         self.last = self.left == 0
-        if self.held[0].shape[2] == n: return self.held.pop(0)
-        every = self.held[0] if len(self.held) == 1 else torch.cat(self.held, 2)
-        self.held = [every[:, :, n:].clone()] if every.shape[2] > n else []
-        return every[:, :, :n]
+        x = self.given.blank(w.all, n, (w.all.shape[1], *w.all.shape[3:])).copy_(w.all[:, :, :n])
+        w.keep(w.held - n)
+        return x
 
 # %% ../../nbs/nets/03_streaming.ipynb #fb69c161
 class _Tee:
@@ -625,20 +665,20 @@ class _Tee:
     def follow(self, *shape): return shape, 1
 
     def feed(self, x, last):
-        if x.shape[2]: self.later.put(x.clone())
+        self.later.put(x)
         return x
 
 
 class _Add:
     "Adds the slices of a reader, through a convolution of 1 × 1 × 1 where there is one."
-    def __init__(self, reader, shortcut): self.reader, self.shortcut = reader, shortcut
+    def __init__(self, reader, shortcut): self.reader, self.kernel = reader, shortcut and _Kernel(shortcut)
     def start(self): pass
     def follow(self, *shape): return shape, 1
 
     def feed(self, x, last):
         if not x.shape[2]: return x
         other = self.reader.take(x.shape[2])
-        return x.add_(other if self.shortcut is None else _convolved(other, self.shortcut))
+        return x.add_(other) if self.kernel is None else self.kernel.add(x, other)
 
 # %% ../../nbs/nets/03_streaming.ipynb #e12339f3
 def _trim():
@@ -699,10 +739,10 @@ def twice(self:_Run, stage, source, shape):
 # %% ../../nbs/nets/03_streaming.ipynb #a0e3c16e
 class _Side(_Tee):
     "Stores the shortcut of what passes."
-    def __init__(self, queue, shortcut): self.queue, self.shortcut = queue, shortcut
+    def __init__(self, queue, shortcut): self.queue, self.kernel = queue, _Kernel(shortcut)
 
     def feed(self, x, last):
-        if x.shape[2]: self.queue.put(_convolved(x, self.shortcut))
+        if x.shape[2]: self.queue.put(self.kernel(x))
         return x
 
 
