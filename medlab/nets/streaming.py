@@ -38,7 +38,7 @@ def _piece(like, n, shape):
 def _pages(like, n, shape):
     "Zeros (b, c, n, y, x), channels last; on a CPU in pages of their own."
     if like.device.type != "cpu": return _piece(like, n, shape).zero_()
-    size, (c, y, x) = (len(like), n, *shape[1:], shape[0]), shape
+    size = len(like), n, *shape[1:], shape[0]
     pages = mmap.mmap(-1, math.prod(size) * like.element_size())
     return torch.frombuffer(pages, dtype=like.dtype).view(size).permute(0, 4, 1, 2, 3)
 
@@ -65,22 +65,28 @@ class _Window:
         if there < max(n, 1) or there > n and len(like) > 1: self.room = _pages(like, max(n, 1), shape)  # in one block
         return self.room[:, :, :n]
 
-    def push(self, x):
-        "Append the slices of a piece, for which there is room."
-        to = self.room[:, :, self.held:self.held + x.shape[2]]
-        to[..., :x.shape[3], :x.shape[4]] = x
-        self.held += x.shape[2]
+# %% ../../nbs/nets/03_streaming.ipynb #10d3f163
+@patch
+def push(self:_Window, x):
+    "Append the slices of a piece, for which there is room."
+    to = self.room[:, :, self.held:self.held + x.shape[2]]
+    to[..., :x.shape[3], :x.shape[4]] = x
+    self.held += x.shape[2]
 
-    def zero(self):
-        "Append a slice of zeros."
-        self.room[:, :, self.held] = 0
-        self.held += 1
 
-    def keep(self, n):
-        "Let go of all slices but the last n."
-        first = max(0, self.held - n)
-        for i in range(first and n): self.room[:, :, i] = self.room[:, :, first + i]
-        self.held -= first
+@patch
+def zero(self:_Window):
+    "Append a slice of zeros."
+    self.room[:, :, self.held] = 0
+    self.held += 1
+
+
+@patch
+def keep(self:_Window, n):
+    "Let go of all slices but the last n."
+    first = max(0, self.held - n)
+    for i in range(first and n): self.room[:, :, i] = self.room[:, :, first + i]
+    self.held -= first
 
 
 # %% ../../nbs/nets/03_streaming.ipynb #6ea70a81
@@ -102,8 +108,9 @@ class _Kernel:
     def __call__(self, x):
         c = self.conv
         if (y := self.plain(x)) is not None: return y
-        size = [(s + 2 * p - k) // step + 1 for s, p, k, step in zip(x.shape[2:], self.padding, c.kernel_size, c.stride)]
-        return self.add(self.made.blank(x, size[0], (c.out_channels, *size[1:])).zero_(), x)
+        sides = zip(x.shape[2:], self.padding, c.kernel_size, c.stride)
+        n, *plane = ((s + 2 * p - k) // step + 1 for s, p, k, step in sides)
+        return self.add(self.made.blank(x, n, (c.out_channels, *plane)).zero_(), x)
 
     def add(self, to, x):
         "Add the convolution of a piece to another piece, in place."
@@ -179,7 +186,8 @@ class _Up:
         out = self.made.blank(w.all, max(0, 2 * w.held - 4), shape)
         for i in range(out.shape[2]):
             here, near = w.all[:, :, i // 2 + 1], w.all[:, :, i // 2 + 2 * (i % 2)]
-            x = torch.lerp(here, near, 0.25, out=self.between.blank(w.all, 1, w.all.shape[1:2] + here.shape[2:])[:, :, 0])
+            x = self.between.blank(w.all, 1, (shape[0], *here.shape[2:]))[:, :, 0]
+            torch.lerp(here, near, 0.25, out=x)
             torch.ops.aten.upsample_bilinear2d.out(x, shape[1:], False, 2.0, 2.0, out=out[:, :, i])
         self.start() if last else w.keep(2)
         return out
@@ -457,7 +465,8 @@ class _Queue:
     def put(self, x):
         "Append the slices of a piece."
         if not x.shape[2]: return
-        if self.places is None: (self.places, self.key), self.like = self.shelves.get(x), _piece(x, 0, (x.shape[1], *x.shape[3:]))
+        if self.places is None:
+            (self.places, self.key), self.like = self.shelves.get(x), _piece(x, 0, (x.shape[1], *x.shape[3:]))
         for i in range(x.shape[2]):
             self.slices.append(self.places.take())
             self.places.save(self.slices[-1], x[:, :, i])

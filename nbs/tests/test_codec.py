@@ -74,7 +74,6 @@ _Norm.add = watched
 large = torch.empty(31 * 2**18)
 del large  # from now on blocks of up to 31 MB come from the heap
 z = torch.randn(1, 4, x.shape[2] // 4, 16, 16)
-vae.decoder(z[:, :, :2])
 libc.malloc_trim(0)
 base = libc.mallinfo2().arena
 stream(vae.decoder, z, 1, "disk", sys.argv[2])
@@ -85,7 +84,7 @@ print(json.dumps(max(most) - base))
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 or later")
 def test_pieces_leave_no_holes_in_the_heap(tmp_path):
     grown = ask(HEAP, 256, tmp_path)
-    assert grown < 2 * 2**20, grown  # a slice of 16 channels is 0.26 MB, and 256 of them pass
+    assert grown < 4 * 2**20, grown  # memory that is taken for each piece anew leaves 14 MB, or as much as there are pieces
 
 
 def test_a_disk_that_fills_up_is_a_clear_error_and_leaves_nothing(tmp_path):
