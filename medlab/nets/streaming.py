@@ -13,6 +13,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -33,74 +34,162 @@ def _piece(like, n, shape):
     return torch.empty(len(like), shape[0], n, *shape[1:], dtype=like.dtype, device=like.device, memory_format=LAST)
 
 
-def _joined(*parts):
-    "Pieces one behind the other; empty ones and None cost nothing."
-    held = [p for p in parts if p is not None and p.shape[2]] or [p for p in parts if p is not None][:1]
-    return held[0] if len(held) == 1 else torch.cat(held, 2)
+# %% ../../nbs/nets/03_streaming.ipynb #4f729277
+def _pages(like, n, shape):
+    "Zeros (b, c, n, y, x), channels last; on a CPU in pages of their own."
+    if like.device.type != "cpu": return _piece(like, n, shape).zero_()
+    size = len(like), n, *shape[1:], shape[0]
+    pages = mmap.mmap(-1, math.prod(size) * like.element_size())
+    return torch.frombuffer(pages, dtype=like.dtype).view(size).permute(0, 4, 1, 2, 3)
 
 
-def _convolved(x, conv, padding=(0, 0, 0)):
-    "A convolution; oneDNN's own where PyTorch would take a slow path."
-    if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        y = torch.mkldnn_convolution(x, conv.weight, conv.bias, padding, conv.stride, (1, 1, 1), 1)
-    else: y = F.conv3d(x, conv.weight, conv.bias, conv.stride, padding)
-    return y.contiguous(memory_format=LAST)
+class _Window:
+    "The slices that a machine looks at: the last of the piece before, and a piece; zeros stand behind y and x."
+    def __init__(self, edge=0): self.edge, self.room, self.held = edge, None, 0
+    def start(self): self.room, self.held = None, 0
+
+    def open(self, x):
+        "Have room for a piece and the edges, in front and behind."
+        n = self.held + x.shape[2] + 2
+        if self.room is not None and n <= self.room.shape[2]: return
+        (c, y, w), old = (x.shape[1], *x.shape[3:]), self.room
+        self.room = _pages(x, n, (c, y + self.edge, w + self.edge))
+        if self.held: self.room[:, :, :self.held] = old[:, :, :self.held]
+
+    @property
+    def all(self): return self.room[:, :, :self.held]
+
+    def blank(self, like, n, shape):
+        "A piece to be filled, in place of what the window held."
+        there = 0 if self.room is None else self.room.shape[2]
+        if there < max(n, 1) or there > n and len(like) > 1: self.room = _pages(like, max(n, 1), shape)  # in one block
+        return self.room[:, :, :n]
+
+# %% ../../nbs/nets/03_streaming.ipynb #10d3f163
+@patch
+def push(self:_Window, x):
+    "Append the slices of a piece, for which there is room."
+    to = self.room[:, :, self.held:self.held + x.shape[2]]
+    to[..., :x.shape[3], :x.shape[4]] = x
+    self.held += x.shape[2]
+
+
+@patch
+def zero(self:_Window):
+    "Append a slice of zeros."
+    self.room[:, :, self.held] = 0
+    self.held += 1
+
+
+@patch
+def keep(self:_Window, n):
+    "Let go of all slices but the last n."
+    first = max(0, self.held - n)
+    for i in range(first and n): self.room[:, :, i] = self.room[:, :, first + i]
+    self.held -= first
+
+
+# %% ../../nbs/nets/03_streaming.ipynb #6ea70a81
+class _Kernel:
+    "A convolution; what it gives is good until it is called again."
+    def __init__(self, conv, padding=(0, 0, 0)):
+        self.conv, self.padding, self.made, self.packed = conv, padding, _Window(), None
+
+    def start(self):
+        self.packed = None
+        self.made.start()
+
+    def plain(self, x):
+        "The convolution as PyTorch calls it; None where oneDNN can be called by name."
+        c = self.conv
+        if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available(): return None
+        return F.conv3d(x, c.weight, c.bias, c.stride, self.padding).contiguous(memory_format=LAST)
+
+    def __call__(self, x):
+        c = self.conv
+        if (y := self.plain(x)) is not None: return y
+        sides = zip(x.shape[2:], self.padding, c.kernel_size, c.stride)
+        n, *plane = ((s + 2 * p - k) // step + 1 for s, p, k, step in sides)
+        return self.add(self.made.blank(x, n, (c.out_channels, *plane)).zero_(), x)
+
+    def add(self, to, x):
+        "Add the convolution of a piece to another piece, in place."
+        c, one = self.conv, (1, 1, 1)
+        if (y := self.plain(x)) is not None: return to.add_(y)
+        if self.packed is None: self.packed = torch._C._nn.mkldnn_reorder_conv3d_weight(
+            c.weight.to_mkldnn(), self.padding, c.stride, one, 1, x.shape)
+        return torch.ops.mkldnn._convolution_pointwise_.binary(
+            to, x, self.packed, c.bias, self.padding, c.stride, one, 1, "add", 1.0, None, [], None)
+
 
 # %% ../../nbs/nets/03_streaming.ipynb #8665b0eb
 class _Conv:
     "A convolution of 3 × 3 × 3 with zeros around, fed in pieces."
-    def __init__(self, conv): self.conv, self.rest = conv, None
-    def start(self): self.rest = None
+    def __init__(self, conv): self.conv, self.window, self.kernel = conv, _Window(), _Kernel(conv, (0, 1, 1))
+
+    def start(self):
+        self.window.start()
+        self.kernel.start()
+
     def follow(self, c, y, x): return (self.conv.out_channels, y, x), 1
 
     def feed(self, x, last):
-        edge = _piece(x, 1, (x.shape[1], *x.shape[3:])).zero_() if last or self.rest is None else None
-        x = _joined(edge if self.rest is None else self.rest, x, edge if last else None)
-        self.rest = None  # before memory for the output is needed
-        if x.shape[2] > 2: y = _convolved(x, self.conv, (0, 1, 1))
-        else: y = _piece(x, 0, (self.conv.out_channels, *x.shape[3:]))
-        self.rest = None if last else x[:, :, -2:].clone()
+        w, shape = self.window, (self.conv.out_channels, *x.shape[3:])
+        w.open(x)
+        if not w.held: w.zero()
+        w.push(x)
+        del x  # before memory for the output is needed
+        if last: w.zero()
+        y = self.kernel(w.all) if w.held > 2 else _piece(w.all, 0, shape)
+        self.start() if last else w.keep(2)
         return y
 
 # %% ../../nbs/nets/03_streaming.ipynb #2076cee2
 class _Down:
     "A convolution with stride 2 and zeros behind the end of each axis, fed in pieces."
-    def __init__(self, conv): self.conv, self.rest = conv, None
-    def start(self): self.rest = None
+    def __init__(self, conv): self.conv, self.window, self.kernel = conv, _Window(1), _Kernel(conv)
+
+    def start(self):
+        self.window.start()
+        self.kernel.start()
+
     def follow(self, c, y, x): return (self.conv.out_channels, y // 2, x // 2), 0.5
 
     def feed(self, x, last):
-        c, _, h, w = x.shape[1:]
-        parts, at = [x] if self.rest is None else [self.rest, x], 0
-        wide = _piece(x, sum(p.shape[2] for p in parts) + last, (c, h + 1, w + 1)).zero_()
-        self.rest = x = None
-        while parts:
-            p = parts.pop(0)
-            wide[:, :, at:(at := at + p.shape[2]), :h, :w] = p
-        n = max(0, (wide.shape[2] - 1) // 2)
-        if n: y = _convolved(wide[:, :, :2 * n + 1], self.conv)
-        else: y = _piece(p, 0, (self.conv.out_channels, h // 2, w // 2))
-        self.rest = wide[:, :, 2 * n:, :h, :w].clone(memory_format=LAST)
+        w, shape = self.window, (self.conv.out_channels, x.shape[3] // 2, x.shape[4] // 2)
+        w.open(x)
+        w.push(x)
+        del x
+        if last: w.zero()
+        n = max(0, (w.held - 1) // 2)
+        y = self.kernel(w.all[:, :, :2 * n + 1]) if n else _piece(w.all, 0, shape)
+        self.start() if last else w.keep(w.held - 2 * n)
         return y
 
 # %% ../../nbs/nets/03_streaming.ipynb #ce821f62
 class _Up:
     "Linear interpolation to twice the resolution, fed in pieces."
-    def __init__(self): self.rest = None
-    def start(self): self.rest = None
+    def __init__(self): self.window, self.between, self.made = _Window(), _Window(), _Window()
+
+    def start(self):
+        for w in (self.window, self.between, self.made): w.start()
+
     def follow(self, c, y, x): return (c, 2 * y, 2 * x), 2
 
     def feed(self, x, last):
-        shape = (x.shape[1], 2 * x.shape[3], 2 * x.shape[4])
-        if x.shape[2]: x = F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="trilinear")
-        else: x = _piece(x, 0, shape)
-        edge = (x if x.shape[2] else self.rest)[:, :, -1:] if last else None
-        x = _joined(x[:, :, :1] if self.rest is None else self.rest, x, edge)
-        self.rest = None
-        out = _piece(x, max(0, 2 * x.shape[2] - 4), shape)
-        for i, near in ((0, x[:, :, :-2]), (1, x[:, :, 2:])):
-            if out.shape[2]: torch.lerp(x[:, :, 1:-1], near, 0.25, out=out[:, :, i::2])
-        self.rest = x[:, :, -2:].clone() if x.shape[2] else None
+        w, shape = self.window, (x.shape[1], 2 * x.shape[3], 2 * x.shape[4])
+        w.open(x)
+        if not w.held: w.push(x[:, :, :1])
+        w.push(x)
+        del x
+        if last: w.push(w.all[:, :, -1:])
+        out = self.made.blank(w.all, max(0, 2 * w.held - 4), shape)
+        for i in range(out.shape[2]):
+            here, near = w.all[:, :, i // 2 + 1], w.all[:, :, i // 2 + 2 * (i % 2)]
+            x = self.between.blank(w.all, 1, (shape[0], *here.shape[2:]))[:, :, 0]
+            torch.lerp(here, near, 0.25, out=x)
+            torch.ops.aten.upsample_bilinear2d.out(x, shape[1:], False, 2.0, 2.0, out=out[:, :, i])
+        self.start() if last else w.keep(2)
         return out
 
 # %% ../../nbs/nets/03_streaming.ipynb #43a28239
@@ -121,22 +210,28 @@ def _through(ops, x, last):
 class _Norm:
     "A group norm: it collects the moments of all pieces, and is applied when they are known."
     def __init__(self, norm, act=True):
-        self.norm, self.act = norm, act
+        self.norm, self.act, self.apart = norm, act, _Window()
         self.forget()
 
-    def forget(self): self.n, self.mean, self.spread = 0, 0.0, 0.0
+    def forget(self):
+        self.n, self.mean = 0, None
+        self.apart.start()
 
     def start(self): pass
     def follow(self, c, y, x): return (c, y, x), 1
 
     def add(self, x):
         "Take the moments of a piece into account."
-        for y in x.unbind(2):
-            y = y.permute(0, 2, 3, 1).flatten(1, 2)  # (b, y·x, c)
+        if self.mean is None: self.mean, self.spread = x.new_zeros(2, *x.shape[:2], dtype=torch.float64)
+        flat = lambda y: y.permute(0, 2, 3, 1).flatten(1, 2)  # (b, y·x, c)
+        apart = flat(self.apart.blank(x, 1, (x.shape[1], *x.shape[3:]))[:, :, 0])
+        for y in map(flat, x.unbind(2)):
             k, mean = y.shape[1], y.mean(1)
-            spread, delta = (y - mean[:, None]).square_().sum(1).double(), mean.double() - self.mean
-            self.spread = self.spread + spread + delta * delta * (self.n * k / (self.n + k))
-            self.mean, self.n = self.mean + delta * (k / (self.n + k)), self.n + k
+            delta = mean.double() - self.mean
+            self.spread += torch.sub(y, mean[:, None], out=apart).square_().sum(1).double()
+            self.spread += delta * delta * (self.n * k / (self.n + k))
+            self.mean += delta * (k / (self.n + k))
+            self.n += k
 
     def finish(self):
         "Turn the moments into a factor and a summand for each channel."
@@ -194,6 +289,9 @@ class _Memory:
 
     def save(self, place, x): self.places[place].copy_(x)
     def load(self, place, out): out.copy_(self.places[place])
+    def settle(self): pass
+    def ahead(self, places): pass
+    def loader(self): return self
     def close(self): self.places.clear()
 
 
@@ -231,19 +329,32 @@ def _punch(descriptor, start, size):
         c.fallocate(descriptor, 3, ctypes.c_long(start), ctypes.c_long(size))  # 3: punch a hole, keep the size
 
 # %% ../../nbs/nets/03_streaming.ipynb #e2fd7884
+class _Slot:
+    "Pages for a slice, and the job that reads or writes them."
+    def __init__(self, like, size):
+        self.buffer, self.job = mmap.mmap(-1, size), None
+        self.page = _paged(like, self.buffer)
+
+    def wait(self):
+        "Until the job is done; raises what it raised."
+        job, self.job = self.job, None
+        if job is not None: job.result()
+
+
 class _File(_Memory):
     "Places in a file without a name."
     def __init__(self, like, folder):
         super().__init__(like, folder)
-        self.bytes = like.numel() * like.element_size()
-        self.size = -(-self.bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.folder, self.buffer = folder or tempfile.gettempdir(), mmap.mmap(-1, self.size)
+        self.size = -(-like.numel() * like.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.folder = folder or tempfile.gettempdir()
         try: self.file = tempfile.TemporaryFile(dir=self.folder, buffering=0)
         except OSError as e: raise _no_room(self.folder, e, 0) from e
         self.direct = _past_cache(self.file.fileno())
-        self.page = _paged(like, self.buffer)
+        self.thread, self.writing = ThreadPoolExecutor(1, "medlab-spill"), [self.slot(), self.slot()]
 
     def make(self): return True
+    def slot(self): return _Slot(self.like, self.size)
+    def loader(self): return _Ahead(self)
 
     def drop(self, place):
         "Let a place be a hole."
@@ -252,13 +363,14 @@ class _File(_Memory):
 
     def close(self):
         self.places.clear()
+        self.thread.shutdown(cancel_futures=True)
         self.file.close()
 
 # %% ../../nbs/nets/03_streaming.ipynb #bc6d67b9
 @patch
-def _whole(self:_File, call, place):
+def _whole(self:_File, call, slot, place):
     "Read or write a place, in as many calls as the system needs."
-    done, view = 0, memoryview(self.buffer)
+    done, view = 0, memoryview(slot.buffer)
     try:
         while done < self.size:
             n = call(self.file.fileno(), [view[done:]], place * self.size + done)
@@ -269,20 +381,48 @@ def _whole(self:_File, call, place):
 
 
 @patch
-def save(self:_File, place, x):
-    "Write a slice."
-    self.page.copy_(x)
-    self._whole(os.pwritev, place)
+def _write(self:_File, slot, place):
+    "Write a slice, and leave nothing of it in the page cache."
+    self._whole(os.pwritev, slot, place)
     if not self.direct and hasattr(os, "posix_fadvise"):
         os.fdatasync(self.file.fileno())
         os.posix_fadvise(self.file.fileno(), place * self.size, self.size, os.POSIX_FADV_DONTNEED)
 
 
 @patch
-def load(self:_File, place, out):
-    "Read a slice."
-    self._whole(os.preadv, place)
-    out.copy_(self.page)
+def save(self:_File, place, x):
+    "Have a slice written."
+    self.writing.reverse()
+    slot = self.writing[0]
+    slot.wait()
+    slot.page.copy_(x)
+    slot.job = self.thread.submit(self._write, slot, place)
+
+
+@patch
+def settle(self:_File):
+    "Wait until all is written."
+    for slot in self.writing: slot.wait()
+
+# %% ../../nbs/nets/03_streaming.ipynb #34a4a927
+class _Ahead:
+    "Reads slices of a file before they are asked for."
+    def __init__(self, file): self.file, self.idle, self.coming = file, [], {}
+
+    def ahead(self, places):
+        "Have slices read."
+        for place in places:
+            slot = self.coming[place] = self.idle.pop() if self.idle else self.file.slot()
+            slot.job = self.file.thread.submit(self.file._whole, os.preadv, slot, place)
+
+    def load(self, place, out):
+        "A slice, as soon as it is read."
+        if place not in self.coming: self.ahead([place])
+        slot = self.coming.pop(place)
+        slot.wait()
+        out.copy_(slot.page)
+        self.idle.append(slot)
+
 
 # %% ../../nbs/nets/03_streaming.ipynb #00da227f
 KINDS = dict(memory=_Memory, pinned=_Pinned, disk=_File)
@@ -295,7 +435,8 @@ class _Shelves:
     def get(self, x):
         "Places for slices such as those of a piece (b, c, n, y, x)."
         key = (*x.shape[:2], *x.shape[3:], x.dtype, x.device)
-        if key not in self.held: self.held[key] = KINDS[self.kind](x[:, :, 0], self.folder)
+        like = x.new_empty(()).expand(x[:, :, 0].shape)  # of a view the whole piece would stay
+        if key not in self.held: self.held[key] = KINDS[self.kind](like, self.folder)
         self.users[key] = self.users.get(key, 0) + 1
         return self.held[key], key
 
@@ -324,18 +465,23 @@ class _Queue:
     def put(self, x):
         "Append the slices of a piece."
         if not x.shape[2]: return
-        if self.places is None: (self.places, self.key), self.like = self.shelves.get(x), x[:, :, :0]
+        if self.places is None:
+            (self.places, self.key), self.like = self.shelves.get(x), _piece(x, 0, (x.shape[1], *x.shape[3:]))
         for i in range(x.shape[2]):
             self.slices.append(self.places.take())
             self.places.save(self.slices[-1], x[:, :, i])
         self.shelves.count()
 
-    def reader(self, forget): return _Reader(self, forget)
+    def reader(self, forget):
+        self.places.settle()
+        return _Reader(self, forget)
 
 
 class _Reader:
-    "Pieces of a queue, of any size."
-    def __init__(self, queue, forget): self.queue, self.forget, self.at = queue, forget, 0
+    "Pieces of a queue, of any size; each is good until the next one is taken."
+    def __init__(self, queue, forget):
+        self.queue, self.forget, self.at = queue, forget, 0
+        self.window, self.loader = _Window(), queue.places.loader()
 
     def next(self, n): return self.take(n), self.last
 
@@ -343,12 +489,13 @@ class _Reader:
         "The next n slices, or what is left of them."
         q = self.queue
         chosen = q.slices[self.at:self.at + n]
-        x = _piece(q.like, len(chosen), (q.like.shape[1], *q.like.shape[3:]))
+        x = self.window.blank(q.like, len(chosen), (q.like.shape[1], *q.like.shape[3:]))
         for i, place in enumerate(chosen):
-            q.places.load(place, x[:, :, i])
+            self.loader.load(place, x[:, :, i])
             if self.forget: q.places.give(place)
         self.at += n
         self.last = self.at >= len(q.slices)
+        self.loader.ahead(q.slices[self.at:self.at + n])
         if self.forget and self.last: q.shelves.leave(q.key)
         return x
 
@@ -500,23 +647,24 @@ class _Later:
     "Slices that are handed out in other pieces than those in which they came."
     source, left, last = None, math.inf, False
 
-    def __init__(self): self.held = []
+    def __init__(self): self.window, self.given = _Window(), _Window()
 
     def put(self, x):
-        if x.shape[2]: self.held.append(x)
+        self.window.open(x)
+        self.window.push(x)
 
     def next(self, n): return self.take(n), self.last
 
     def take(self, n):
         "The next n slices, or what is left of them."
         n = min(n, self.left)
-        while sum(x.shape[2] for x in self.held) < n: self.put(next(self.source))
+        w = self.window
+        while w.held < n: self.put(next(self.source))
         self.left -= n
         self.last = self.left == 0
-        if self.held[0].shape[2] == n: return self.held.pop(0)
-        every = _joined(*self.held)
-        self.held = [every[:, :, n:].clone()] if every.shape[2] > n else []
-        return every[:, :, :n]
+        x = self.given.blank(w.all, n, (w.all.shape[1], *w.all.shape[3:])).copy_(w.all[:, :, :n])
+        w.keep(w.held - n)
+        return x
 
 # %% ../../nbs/nets/03_streaming.ipynb #fb69c161
 class _Tee:
@@ -526,20 +674,20 @@ class _Tee:
     def follow(self, *shape): return shape, 1
 
     def feed(self, x, last):
-        if x.shape[2]: self.later.put(x.clone())
+        self.later.put(x)
         return x
 
 
 class _Add:
     "Adds the slices of a reader, through a convolution of 1 × 1 × 1 where there is one."
-    def __init__(self, reader, shortcut): self.reader, self.shortcut = reader, shortcut
+    def __init__(self, reader, shortcut): self.reader, self.kernel = reader, shortcut and _Kernel(shortcut)
     def start(self): pass
     def follow(self, *shape): return shape, 1
 
     def feed(self, x, last):
         if not x.shape[2]: return x
         other = self.reader.take(x.shape[2])
-        return x.add_(other if self.shortcut is None else _convolved(other, self.shortcut))
+        return x.add_(other) if self.kernel is None else self.kernel.add(x, other)
 
 # %% ../../nbs/nets/03_streaming.ipynb #e12339f3
 def _trim():
@@ -600,10 +748,10 @@ def twice(self:_Run, stage, source, shape):
 # %% ../../nbs/nets/03_streaming.ipynb #a0e3c16e
 class _Side(_Tee):
     "Stores the shortcut of what passes."
-    def __init__(self, queue, shortcut): self.queue, self.shortcut = queue, shortcut
+    def __init__(self, queue, shortcut): self.queue, self.kernel = queue, _Kernel(shortcut)
 
     def feed(self, x, last):
-        if x.shape[2]: self.queue.put(_convolved(x, self.shortcut))
+        if x.shape[2]: self.queue.put(self.kernel(x))
         return x
 
 
@@ -619,7 +767,10 @@ def go(self:_Run, x, again):
         made = (self.twice if again[i] else self.halves)(stage, source, shape)
         source = self.store(made, stages[i + 1].first_norm)
         shape = (len(x), *source.like.shape[1:2], *source.like.shape[3:])
-    return torch.cat([y.contiguous() for y in self.flow(source, stages[-1].tail, shape, True)], 2)
+    (c, *plane), at = _flow(shape[1:], stages[-1].tail)[-1][0], 0
+    out = x.new_empty(len(x), c, len(source.slices), *plane)
+    for y in self.flow(source, stages[-1].tail, shape, True): out[:, :, at:(at := at + y.shape[2])] = y
+    return out
 
 # %% ../../nbs/nets/03_streaming.ipynb #b04a9ce5
 def _check_store(store, x, folder, need):

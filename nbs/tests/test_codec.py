@@ -1,4 +1,5 @@
 """Streamed coding in processes of its own: memory that is bounded, a disk that fills up, a kill that leaves nothing."""
+import ctypes
 import json
 import os
 import signal
@@ -57,6 +58,33 @@ def test_memory_through_a_file_does_not_grow_with_depth(tmp_path):
     assert long < whole / 3, (whole, long)
     assert long < short + 12 * 2**20, (short, long)  # 192 more slices of 64 × 64 are 48 MB of 16 channels
     assert not os.listdir(tmp_path)
+
+
+HEAP = HEAD + """
+import ctypes
+class Heap(ctypes.Structure): _fields_ = [(k, ctypes.c_size_t) for k in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+libc, most = ctypes.CDLL(None), []
+libc.mallinfo2.restype = Heap
+from medlab.nets.streaming import _Norm
+add = _Norm.add
+def watched(self, x):
+    most.append(libc.mallinfo2().arena)
+    add(self, x)
+_Norm.add = watched
+large = torch.empty(31 * 2**18)
+del large  # from now on blocks of up to 31 MB come from the heap
+z = torch.randn(1, 4, x.shape[2] // 4, 16, 16)
+libc.malloc_trim(0)
+base = libc.mallinfo2().arena
+stream(vae.decoder, z, 1, "disk", sys.argv[2])
+print(json.dumps(max(most) - base))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 or later")
+def test_pieces_leave_no_holes_in_the_heap(tmp_path):
+    grown = ask(HEAP, 256, tmp_path)
+    assert grown < 4 * 2**20, grown  # memory that is taken for each piece anew leaves 14 MB, or as much as there are pieces
 
 
 def test_a_disk_that_fills_up_is_a_clear_error_and_leaves_nothing(tmp_path):
