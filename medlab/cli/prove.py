@@ -14,6 +14,7 @@ import jsonargparse
 
 from .fork import set_knobs, step_of
 from ..core import UserError
+from ..forks.change import stored_fix
 from ..forks.fork import open_run
 from ..knobs.controls import same
 from ..run.directory import Run
@@ -72,7 +73,9 @@ def _is_proof(path):
 
 def _plan(a):
     "What was typed, and nothing else, as `medlab.prove.start.prove` takes it."
-    with open_run(a.run) as run: knobs = set_knobs(run, a.set)
+    with open_run(a.run) as run:
+        knobs = set_knobs(run, a.set)
+        for name in a.fixes: stored_fix(run, name)  # or it is refused
     found = {k: getattr(a, k) for k in ("metric", "steps", "aa", "draws", "margin", "alpha")}
     found |= dict(pairs=a.seeds, at=a.at and step_of(a.at), cases=a.cases and _cases(a.cases), knobs=knobs or None)
     flags = dict(combined=True) if a.combined else {}
@@ -119,14 +122,16 @@ def prove_in_words(
     cls:type=None,  # of the recipe, where it is needed
 ) -> int:  # exit status: 0; 1 where it was stopped before its end, 130 with Ctrl-C
     "Make a proof, or what is left of one, and say what it found; raises `UserError`."
+    again = _is_proof(a.run)
+    plan = {} if again else _plan(a)  # what is refused here does not wait for the trainer to be loaded
     from medlab.prove.start import prove
     from medlab.prove.work import make_proof
     try:
-        if _is_proof(a.run):
+        if again:
             _refuse_other_plan(a)
             made = make_proof(a.run, a.device, a.threads, (), cls, _say, a.pause)
         else: made = prove(a.run, *a.fixes, process=False, pause=a.pause, say=_say, cls=cls, device=a.device,
-            threads=a.threads, **_plan(a))
+            threads=a.threads, **plan)
     except KeyboardInterrupt as e:
         if not e.args: raise  # before there was anything to keep
         print(f"medlab: interrupted: {e}", file=sys.stderr, flush=True)
