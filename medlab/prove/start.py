@@ -18,7 +18,7 @@ from ..forks.change import ForkChange, stored_fix
 from ..forks.fork import PROOFS, fork_run, open_run
 from ..train.process import GOING
 from ..knobs.controls import same
-from .plan import Plan, factors_of, refuse_plan, too_few
+from .plan import Plan, factors_of, refuse_plan
 from .proof import Proof, proofs_of
 from ..run.directory import Run
 from ..run.sharing import hold, is_live
@@ -171,7 +171,7 @@ def prove(
         if process:
             begin(proof, trust, device, threads, pause)
             return proof
-        for text in (f"proof {proof.name}: {cost}", *[t for t in [too_few(proof.plan)] if t]): say(text)
+        say(f"proof {proof.name}: {cost}")
         return make_proof(proof.path, device, threads, trust, cls, say, pause, begun)
 
 

@@ -6,13 +6,14 @@
 __all__ = ['lender_of', 'settled', 'cost_words', 'arm_words', 'Stopped', 'work_off', 'make_proof']
 
 # %% ../../nbs/prove/05_work.ipynb #80551e5b
+import contextlib
 import traceback
 from dataclasses import replace
 
 from ..core import UserError, with_own_line
 from .arms import Arm, ArmResult
 from .bench import Bench, lower_is_better
-from .plan import Plan, aa_differences, by_key, most_arms, next_arm, verdicts_of
+from .plan import Plan, aa_differences, by_key, most_arms, next_arm, reach_words, verdicts_of
 from .proof import Proof, proofs_of
 from ..run.directory import Run
 from ..train.state import recipe_of
@@ -68,13 +69,14 @@ def cost_words(
     plan:Plan,
     step_time,  # s, of the run; None: unknown
 ) -> str:
-    "What a proof will cost, in a sentence."
+    "What a proof will cost, and what it can tell where its pairs are few, in a sentence."
     low, high = most_arms(plan)
     arms = f"{low} to {high} arms of {plan.steps} steps" if low < high else f"{low} arms of {plan.steps} steps"
-    if not step_time: return f"{arms}; how long a step takes is not known"
+    reach = "".join(f"; {text}" for text in [reach_words(plan)] if text)
+    if not step_time: return f"{arms}; how long a step takes is not known{reach}"
     one = plan.steps * step_time
     span = f"{_span(low * one)} to {_span(high * one)}" if low < high else _span(low * one)
-    return f"{arms} at {step_time:.2g} s, {_span(one)} each: {span}, and the questions"
+    return f"{arms} at {step_time:.2g} s, {_span(one)} each: {span}, and the questions{reach}"
 
 
 def arm_words(
@@ -138,6 +140,16 @@ def _refuse_moved(proof, trainer):
     raise UserError(f"{proof.path} was trained on, to step {trainer.iteration}, and a proof begins at step "
         f"{proof.plan.at}: make another one")
 
+# %% ../../nbs/prove/05_work.ipynb #2521279a
+@contextlib.contextmanager
+def _kept(proof):
+    "Within it Ctrl-C says what is kept, and how to go on."
+    try: yield
+    except KeyboardInterrupt as e:
+        n = len(proof.results)
+        raise KeyboardInterrupt(f"{n} arm{'s' * (n != 1)} of proof {proof.name} {'are' if n != 1 else 'is'} kept; it "
+            f"goes on with: medlab prove {proof.path}") from e
+
 # %% ../../nbs/prove/05_work.ipynb #fa5fc21c
 def make_proof(
     path,  # directory of a proof
@@ -151,7 +163,7 @@ def make_proof(
     `UserError` where it cannot be made, and what an arm raises."""
     proof = Proof(path)
     before = proof.run.environment
-    with Trainer(recipe_of(path, trust, cls), path, resume=True, device=device or before.get("device"),
+    with _kept(proof), Trainer(recipe_of(path, trust, cls), path, resume=True, device=device or before.get("device"),
             threads=threads or before.get("threads")) as trainer, _paused(proof, steer):
         begun()
         _refuse_moved(proof, trainer)

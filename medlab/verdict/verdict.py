@@ -43,10 +43,9 @@ class Verdict:
 # %% ../../nbs/verdict/04_verdict.ipynb #bf3da5b0
 @patch(as_prop=True)
 def label(self:Verdict) -> str:
-    "The verdict in a few words."
+    "The verdict in a few words; its kind comes first."
     if self.basis == "bits": return "identical to the bit"
-    way = "better" if self.kind == "helps" else "worse"
-    if self.basis == "A/A noise": return f"larger than {self.exceeded}, for the {way}"
+    if self.basis == "A/A noise": return f"{self.kind}, larger than {self.exceeded}"
     if self.basis == "margin": return f"no effect larger than {self.margin:.3g}"
     if self.basis == "divergence": return f"{self.kind} against divergence"
     if self.kind == "undecided" and not self.pairs: return "not one pair yet"

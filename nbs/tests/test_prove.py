@@ -94,9 +94,10 @@ def test_an_arm_where_the_device_decides(tmp_path, monkeypatch):
 def test_several_at_once(tmp_path):
     "Each by itself against the common arm, and all together; the error is divided."
     trained(tmp_path / "first", lr=1e-3)
-    proof = prove(tmp_path / "first", "lower_lr", "clip_norm", knobs=dict(weight_decay=0.5), combined=True, pairs=3, aa=0, **QUICK)
+    proof = prove(tmp_path / "first", "lower_lr", "clip_norm", knobs=dict(weight_decay=0.5), combined=True, pairs=8, aa=0, **QUICK)
     names = ["lower_lr", "clip_norm", "weight_decay=0.5", "combined"]
-    assert list(proof.verdicts) == names and len(proof.results) == 3 * 5
+    assert list(proof.verdicts) == names
+    assert all(v.pairs == (3 if v.kind == "identical" else 8) for v in proof.verdicts.values()), "four share the error, so pair 8 is the first that can decide"
     assert proof.plan.factors[-1].knobs == dict(lr=2e-4, clip_norm=1.0, weight_decay=0.5)
     assert len({proof.results[i].digest for i in range(5)}) >= 4 and "combined" in str(proof)
     assert proof.verdicts["lower_lr"].level > 0.98
@@ -325,6 +326,50 @@ def test_a_mistake_of_the_users_own(tmp_path):
     assert proof.state == "failed" and "test_prove.py" in proof.run.events("error")[-1].text
 
 
+def test_a_plan_that_cannot_decide(tmp_path, capsys):
+    "It is refused before anything is made, with the rule and the remedy; one that can tell huge effects alone says so beforehand."
+    trained(tmp_path / "first")
+    with pytest.raises(UserError, match="seeds=3 with aa=0 and alpha=0.05 can never reach a verdict.*take seeds=6 or more, or aa=8"):
+        prove(tmp_path / "first", knobs=dict(lr=1e-5), pairs=3, aa=0, **QUICK)
+    assert not proofs_of(tmp_path / "first")
+    said = []
+    prove(tmp_path / "first", knobs=dict(lr=1e-5), pairs=3, aa=6, **QUICK | dict(say=said.append))
+    assert "3 pairs can tell no more than that an effect is huge" in said[0] and "need seeds=6 or more" in said[0]
+    told = proofs_of(tmp_path / "first")[0]
+    assert any("3 pairs can tell no more" in e.text for e in Run(tmp_path / "first").events("proof")) and told.state == "done"
+
+
+def test_before_its_first_arm_and_after_an_early_verdict(tmp_path):
+    "By what it judges is not known before; why it stopped long before its last pair is said after."
+    trained(tmp_path / "first")
+    proof = new_proof(tmp_path / "first", knobs=dict(clip_norm=1e9), pairs=24, steps=2, scores=False, draws=1)
+    assert "judged by loss on held-out samples, unless a factor changes the loss itself; 0 arms" in str(proof) and "None" not in str(proof)
+    assert "None" not in str(proof.table()[0].keys()) and not proof.early
+    make_proof(proof.path)
+    assert "judged by loss on held-out samples, less is better; 6 arms" in str(proof)
+    assert str(proof).endswith("decided at pair 3 of at most 24, and the first verdict is final: 3 pairs that are equal to the bit are enough")
+
+
+def test_ctrl_c_says_what_is_kept(tmp_path):
+    "And the command that goes on, which then makes what is left."
+    trained(tmp_path / "first")
+    new_proof(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, steps=4, scores=False, draws=1)
+    proof, = proofs_of(tmp_path / "first")
+    process = proving(proof.path, "--steps", 4)
+    until(lambda: len(proof.results) > 1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0].splitlines()
+    n = len(proof.results)
+    assert process.returncode == 130 and proof.state == "stopped"
+    assert said[-1] == f"medlab: interrupted: {n} arms of proof {proof.name} are kept; it goes on with: medlab prove {proof.path}"
+    before = digests(proof)
+    process = proving(*said[-1].split("medlab prove ")[1].split())
+    until(lambda: len(proof.results) > n)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert digests(proof).items() >= before.items()
+
+
 # what is asked of the arms is the same question
 
 ASKED = [("segmentation", ["boundary_loss"], None, dict(surface_weight=0.0)), ("segmentation", ["staggered_surface"], None, dict(surface_weight=0.5)),
@@ -337,7 +382,7 @@ def test_a_fix_of_the_loss_is_judged_without_it(tmp_path, name, fixes, change, k
     path = trained(tmp_path / "first", tiny(name), lr=1e-3, **knobs)
     fork = fork_run(path, knobs=dict(lr=1e-9), name="still")
     with Trainer.open(fork.path, threads=1) as t: t.fit(1, progress=False)
-    proof = prove(fork.path, *fixes, knobs=change, aa=0, pairs=3, **QUICK | dict(steps=2))
+    proof = prove(fork.path, *fixes, knobs=change, aa=0, pairs=6, **QUICK | dict(steps=2))
     off, on = (next(r for r in proof.results if r.factor == f) for f in ("off", proof.plan.factors[0].name))
     assert on.metrics["loss"] == pytest.approx(off.metrics["loss"], rel=1e-4)
     assert any("changes the loss itself" in e.text for e in proof.run.events())
