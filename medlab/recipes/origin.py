@@ -264,6 +264,7 @@ def changed_source(
         f"{now.sha256[:12]}… now, {origin['sha256'][:12]}… then; {Path(path) / KEPT} is what it was")
 
 
+# %% ../../nbs/recipes/05_origin.ipynb #910dae48
 _SHOWN = set()  # (source now, source then) of which this process has told its user
 
 
