@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['MANY', 'visible', 'print_text', 'printable', 'UserError', 'for_spreadsheet', 'UnknownName', 'RunFailed', 'nearest',
-           'own_line', 'place_of', 'add_note', 'with_own_line', 'CaseFault', 'derive_seed', 'generator', 'seeded',
-           'kept_tensors', 'optional', 'why_unwritable', 'line_of', 'at_line', 'places_of', 'strict', 'explained']
+           'own_line', 'place_of', 'add_note', 'with_own_line', 'shortened', 'CaseFault', 'derive_seed', 'generator',
+           'seeded', 'kept_tensors', 'optional', 'why_unwritable', 'line_of', 'at_line', 'places_of', 'strict',
+           'explained']
 
 # %% ../nbs/00_core.ipynb #c34a6728
 import ast
@@ -19,6 +20,7 @@ import os
 import re
 import tempfile
 import traceback
+import types
 from pathlib import Path
 
 import torch
@@ -171,6 +173,21 @@ def with_own_line(
     notes = [n for n in getattr(error, "__notes__", ()) if n != line]
     if line: add_note(error, line)
     return "\n".join([f"{type(error).__name__}: {error}", *notes, *[line] * bool(line)])
+
+# %% ../nbs/00_core.ipynb #c749a432
+def shortened(
+    error:BaseException,  # that is raised again
+) -> BaseException:  # the same
+    """Leave medlab and libraries out of the traceback of an error of the user's own code, if `with_own_line` told it;
+    the place that raised it stays."""
+    if not (line := own_line(error)) or line not in getattr(error, "__notes__", ()): return error
+    frames, tb = [], error.__traceback__
+    while tb: frames, tb = [*frames, tb], tb.tb_next
+    own = lambda f: not (_of_library(f) or f.startswith((_STANDARD, "<frozen ")))
+    short = None
+    for t in reversed([t for t in frames if t is frames[-1] or own(t.tb_frame.f_code.co_filename)]):
+        short = types.TracebackType(short, t.tb_frame, t.tb_lasti, t.tb_lineno)
+    return error.with_traceback(short)
 
 # %% ../nbs/00_core.ipynb #2434be60
 def _case_and_reason(text):
@@ -336,6 +353,7 @@ def explained(
     made = thing.__init__ if inspect.isclass(thing) else thing
     try: found, source = docments(made, full=True, returns=False), inspect.getsource(made)
     except (OSError, TypeError): return thing  # no source
-    lines = [_explanation(k, v, source) for k, v in found.items() if k not in ("self", "cls")]
+    own = lambda k, v: k not in ("self", "cls") or v.default is not inspect.Parameter.empty
+    lines = [_explanation(k, v, source) for k, v in found.items() if own(k, v)]
     thing.__doc__ = f"{inspect.cleandoc(thing.__doc__ or '')}\n\nParameters:\n" + "\n".join(lines)
     return thing

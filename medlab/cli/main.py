@@ -808,11 +808,15 @@ def _status_of(error):
         if not isinstance(error, Interrupted):
             print_text(f"medlab: {_noted(error) if mistake else 'interrupted'}", file=sys.stderr)
         return 2 if mistake else 130
-    from medlab.core import RunFailed
+    from medlab.core import RunFailed, own_line, shortened
     from medlab.run.checkpoint import NotSaved
     if isinstance(error, RunFailed): print_text(f"medlab: the run failed: {_noted(error)}", file=sys.stderr)
     elif isinstance(error, NotSaved): print_text(f"medlab: {error.strerror or error}", file=sys.stderr)
-    else: traceback.print_exception(error)
+    else:
+        if own_line(error) in getattr(error, "__notes__", ()):
+            print_text("medlab: an error of the recipe's own code; the last event 'error' of the run has every frame",
+                file=sys.stderr)
+        traceback.print_exception(shortened(error))
     return 1
 
 # %% ../../nbs/cli/08_main.ipynb #2511e857

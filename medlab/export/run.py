@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/export/10_run.ipynb #51109150
 from fastcore.basics import patch
 
+from ..core import explained, shortened
 from ..rebuild.run import Run
 
 # %% ../../nbs/export/10_run.ipynb #d074b275
@@ -52,6 +53,7 @@ def fork(self:Run,
 
 # %% ../../nbs/export/10_run.ipynb #f126be7a
 @patch
+@explained
 def prove(self:Run,
     *fixes,  # names of fixes that are off, each judged by itself
     set:dict=None,  # or knob → value, together one factor; None: none
@@ -60,14 +62,32 @@ def prove(self:Run,
     at="now",  # step of a kept checkpoint; "newest"; "now": a live trainer is asked for one
     process:bool=True,  # in a process of its own; False: here, and return when it is done
     pause:bool=False,  # let the trainer wait meanwhile
-    **plan,  # aa, metric, cases, draws, scores, combined, margin, alpha: see `medlab.prove.plan.Plan`
+    combined:bool=False,  # judge all of them together, too
+    metric:str=None,  # by which the arms are judged; None: the loss, unless a fix changes the loss itself
+    aa:int=8,  # A/A pairs, which measure the noise, ≥ 6; 0: none
+    cases=4,  # held-out cases that judge the arms, ≥ 1; "train": samples that are trained on
+    draws:int=4,  # of each case, ≥ 1
+    scores:bool=True,  # whether the recipe's own scores are measured too, which may take long
+    margin:float=None,  # effect that counts as none, in units of the metric; None: from the A/A pairs
+    alpha:float=0.05,  # error of all verdicts together that say helps or harms, in (0, 1)
+    device:str=None,  # torch device; None: that of the run
+    threads:int=None,  # CPU threads; None: those of the run
+    timeout:float=600.0,  # s to wait for a live trainer's checkpoint, where `at` is "now"
+    say=print,  # called with lines, where it is made here
+    cls:type=None,  # of the recipe, where the run cannot say it; None: medlab's, or that of a run made here
+    trust=(),  # further modules whose classes may be built, see `medlab.train.state.recipe_of`
 ):  # `Proof`, which shows how far it is; `wait()` waits for it
     """Say with a number whether fixes do anything, by pairs of runs from one state. Raises `UserError` with value, rule
     and remedy, and leaves nothing behind then."""
     from medlab.prove.start import prove
-    return prove(self, *fixes, knobs=set, steps=steps, pairs=seeds, at=at, process=process, pause=pause, **plan)
+    options = dict(at=at, process=process, pause=pause, combined=combined, metric=metric, aa=aa, cases=cases,
+        draws=draws, scores=scores, margin=margin, alpha=alpha, device=device, threads=threads, timeout=timeout,
+        say=say, cls=cls, trust=trust)
+    try: return prove(self, *fixes, knobs=set, steps=steps, pairs=seeds, **options)
+    except Exception as e: raise shortened(e)  # an event "error" of the proof holds every frame
 
 
+# %% ../../nbs/export/10_run.ipynb #68c3aff9
 @patch(as_prop=True)
 def proofs(self:Run) -> list:  # of `Proof`, oldest first
     "The proofs of this run."

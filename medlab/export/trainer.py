@@ -7,7 +7,9 @@ __all__ = []
 
 # %% ../../nbs/export/11_trainer.ipynb #c9f85d6c
 from fastcore.basics import patch
+from fastcore.meta import delegates
 
+from ..core import explained, shortened
 from .run import Run
 from ..train.trainer import Trainer
 
@@ -23,13 +25,17 @@ def export(self:Trainer,
 
 # %% ../../nbs/export/11_trainer.ipynb #75979bbd
 @patch
+@explained
+@delegates(Run.prove, but=["cls", "trust"])
 def prove(self:Trainer,
-    *fixes, process:bool=True, **options,  # see `Run.prove`
-):  # `Proof`
+    *fixes,  # names of fixes that are off, each judged by itself
+    **kwargs,
+):  # `Proof`, which shows how far it is; `wait()` waits for it
     """Say with a number whether fixes do anything, from the state that this trainer has now; it trains on. Raises
     `UserError` where a process of its own could not build the recipe."""
     from medlab.prove.start import prove_of
-    return prove_of(self, *fixes, process=process, **options)
+    try: return prove_of(self, *fixes, **kwargs)
+    except Exception as e: raise shortened(e)  # an event "error" of the proof holds every frame
 
 # %% ../../nbs/export/11_trainer.ipynb #648fbb2f
 @patch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEPT', 'module_place', 'found', 'class_in', 'named_class', 'Source', 'source_of', 'origin_of', 'made_here',
-           'keep_source', 'is_importable', 'stored_class', 'changed_source', 'warn_changed', 'built']
+           'keep_source', 'is_importable', 'stored_class', 'changed_source', 'shown_before', 'warn_changed', 'built']
 
 # %% ../../nbs/recipes/05_origin.ipynb #36b1bd4d
 import ast
@@ -264,9 +264,25 @@ def changed_source(
         f"{now.sha256[:12]}… now, {origin['sha256'][:12]}… then; {Path(path) / KEPT} is what it was")
 
 
+# %% ../../nbs/recipes/05_origin.ipynb #910dae48
+_SHOWN = set()  # (source now, source then) of which this process has told its user
+
+
+def shown_before(
+    cls:type,  # a recipe whose source has changed
+    origin:dict,  # of its run
+) -> bool:
+    "Whether this process has told that before; from here on it has."
+    key = source_of(cls, whole=bool(origin["file"])).sha256, origin["sha256"]
+    known = key in _SHOWN
+    _SHOWN.add(key)
+    return known
+
+
 def warn_changed(cls, origin, path):
-    "Warn where a recipe's source is another than when its run began, see `changed_source`."
-    if text := changed_source(cls, origin, path): warnings.warn(text, UserWarning, stacklevel=2)
+    "Warn once where a recipe's source is another than when its run began, see `changed_source`."
+    text = changed_source(cls, origin, path)
+    if text and not shown_before(cls, origin): warnings.warn(text, UserWarning, stacklevel=2)
 
 # %% ../../nbs/recipes/05_origin.ipynb #fca66b9a
 def _as_declared(cls, config):

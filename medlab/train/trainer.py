@@ -23,7 +23,7 @@ from ..batches.processes import refuse_child
 from ..batches.quarantine import Quarantine
 from ..cohort.proof import verify
 from ..contracts.result import Notice
-from ..core import UnknownName, UserError, explained, with_own_line
+from ..core import UnknownName, UserError, explained, shortened, with_own_line
 from ..guards.compilation import CompileWatch
 from ..guards.escalation import EscalationPolicy
 from ..guards.loss_scale import LossScaleWatch
@@ -43,7 +43,7 @@ from ..memory.usage import Memory, on_device
 from ..memory.watch import MemoryWatch
 from ..parallel.replicas import replicas_here
 from ..recipes.base import Recipe
-from ..recipes.origin import changed_source, keep_source, origin_of
+from ..recipes.origin import changed_source, keep_source, origin_of, shown_before
 from ..run.directory import Run
 from ..run.writer import ASIDE, PROOF, RunWriter, check_place, move_aside, read_proof, stored_meta
 from ..step.device import decisions_for, log_every_on
@@ -54,7 +54,7 @@ from .actions import Actions
 from .bindings import outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
 from .process import movable, start_process, wait_for_process
-from .progress import LEVELS, Bar, EventPrinter, Progress, last_step
+from .progress import LEVELS, Bar, EventPrinter, Progress, already_shown, last_step
 from .saving import Saver, as_stored, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
 from .state import moved_places, recipe_of, torch_device
@@ -221,7 +221,9 @@ def _compare(self:Trainer, stored):
     text = changed_source(type(self.recipe), stored.get("origin", {}), self.path)
     if text:
         kept = keep_source(type(self.recipe), self.path, changed=True)
-        self._report("source", text + f", and {kept} what it is now" * bool(kept), "warning")
+        known = shown_before(type(self.recipe), stored["origin"])
+        with already_shown(lambda e: known and e.kind == "source"):
+            self._report("source", text + f", and {kept} what it is now" * bool(kept), "warning")
     for text in moved_places(self.recipe.config(), stored.get("folder", ""), self.path):
         self._report("data", text, "warning")
 
@@ -399,7 +401,8 @@ def fit(self:Trainer,
     with interrupts(self.stop, saved, STOPPING) as heard:
         self._claim(steps, until)
         if heard: self.stop()  # it came before there was anything to be stopped
-        self.worker.run(lambda: self._train_here(progress, levels))
+        try: self.worker.run(lambda: self._train_here(progress, levels))
+        except Exception as e: raise shortened(e)  # an event "error" of the run holds every frame
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #cdd91424
@@ -484,7 +487,9 @@ def wait(self:Trainer,
     """Wait until the worker thread has ended; raises what it raised, or `TimeoutError`. After `start(process=True)`,
     until the process has ended; raises `RunFailed` where its run failed or was killed."""
     if self.handed_over: wait_for_process(self.path, timeout)
-    else: wait_for(self.worker, timeout, lambda: self.iteration)
+    else:
+        try: wait_for(self.worker, timeout, lambda: self.iteration)
+        except Exception as e: raise shortened(e)  # an event "error" of the run holds every frame
     return self
 
 # %% ../../nbs/train/10_trainer.ipynb #2f3b83a0

@@ -125,6 +125,54 @@ def test_a_changed_source_is_said_with_both_hashes(home):
     assert status == 0 and err.count("is used as it is now, and is not the source that") == 1 and then[:12] in err and "recipe.py is what it was" in err, err
     status, out, err = elsewhere("train", "--resume", root / "run", "--steps", 3, "--threads", 1)
     assert status == 0 and [e.level for e in Run(root / "run").events("source")] == ["warning"], (out, err)
+    assert err.count("is used as it is now") == 1, err
+    prove = ("prove", root / "run", "--set", "lr=1e-5", "--steps", 1, "--aa", 0, "--seeds", 3, "--cases", "train", "--no-scores", "--threads", 1)
+    status, out, err = elsewhere(*prove)
+    assert status == 0 and err.count("is used as it is now") == 1, "a run and the fork that a proof makes of it are one origin"
+
+
+WRONG = """    def losses(self, model, batch):
+        if self.knobs.lr < 1e-4: batch["imge"]
+        return dict(loss="""
+SCRIPT = """from {stem} import Mine
+from medlab import Run, Trainer
+if __name__ == "__main__":
+    t = Trainer(Mine(), "run", threads=1, val_share=0.0, lr=1e-5)
+    {how}
+"""
+
+
+def frames(err):
+    "The files of a traceback, and its last line."
+    return re.findall(r'File ".*?([^/"]+)", line', err), err.rstrip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("way", ["command", "fit", "start", "arm of the command", "arm of a script"])
+def test_an_error_of_the_users_own_code_shows_their_line(home, way):
+    "Planted: a key that is not there. Their frames are shown, none of medlab's between them, and the run keeps all."
+    root, file = home
+    text = Path(file).read_text()
+    Path(file).write_text(re.sub(r"    def losses\(self, model, batch\): return dict\(loss=", WRONG, text))
+    name, line, arms = Path(file).name, 'if self.knobs.lr < 1e-4: batch["imge"]', "arm" in way
+    how = dict(fit="t.fit(2, progress=False)", start="t.start(2); t.wait()").get(way, "t.fit(1, progress=False)")
+    if arms:
+        how = "t.set(lr=1e-3); t.fit(1, progress=False)" + "; t.prove(set=dict(lr=1e-5), steps=1, aa=0, seeds=3, cases='train', scores=False, process=False)" * (way == "arm of a script")
+    (root / "script.py").write_text(SCRIPT.format(stem=Path(file).stem, how=how))
+    if way == "command": status, _, err = elsewhere("train", f"{file}:Mine", "--run", root / "run", "--steps", 2, "--threads", 1, "--set", "lr=1e-5", "--set", "val_share=0")
+    else:
+        done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, cwd=root, timeout=200)
+        status, err = done.returncode, done.stderr
+        if way == "arm of the command":
+            assert status == 0, err
+            status, _, err = elsewhere("prove", root / "run", "--set", "lr=1e-5", "--steps", 1, "--aa", 0, "--seeds", 3, "--cases", "train", "--no-scores", "--threads", 1)
+    seen, last = frames(err)
+    command = "command" in way
+    assert status == 1 and last == f"{name}, line {text[:text.index('def losses')].count(chr(10)) + 2}, in losses: {line}", err
+    assert seen == ([name] if command else ["script.py", "trainer.py", name]), err
+    assert ("has every frame" in err) == command and err.count("KeyError") == 1, err
+    proof, = Run(root / "run").proofs if arms else [None]
+    kept = (proof.run if arms else Run(root / "run")).events("error")[-1].data["traceback"]
+    assert kept.count("File ") > 8 and line in kept and "medlab/step/step.py" in kept
 
 
 def test_a_file_that_moved_is_named(home):

@@ -356,7 +356,7 @@ def test_ctrl_c_says_what_is_kept(tmp_path):
     new_proof(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, steps=4, scores=False, draws=1)
     proof, = proofs_of(tmp_path / "first")
     process = proving(proof.path, "--steps", 4)
-    until(lambda: len(proof.results) > 1)
+    until(lambda: len(proof.results) > 1, 120)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[0].splitlines()
     n = len(proof.results)
@@ -364,7 +364,7 @@ def test_ctrl_c_says_what_is_kept(tmp_path):
     assert said[-1] == f"medlab: interrupted: {n} arms of proof {proof.name} are kept; it goes on with: medlab prove {proof.path}"
     before = digests(proof)
     process = proving(*said[-1].split("medlab prove ")[1].split())
-    until(lambda: len(proof.results) > n)
+    until(lambda: len(proof.results) > n, 120)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert digests(proof).items() >= before.items()
