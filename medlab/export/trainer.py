@@ -17,11 +17,11 @@ from ..train.trainer import Trainer
 @patch
 def export(self:Trainer,
     out,  # folder to be made
-    **options,  # form, weights, overwrite: see `Run.export`
+    form:str=None, weights:str="auto", overwrite:bool=False,  # see `Run.export`
 ):  # `Exported`
     "Save a checkpoint, between two steps where it trains, and export it; raises what `save` and `Run.export` raise."
     self.save()
-    return Run(self.path).export(out, **options)
+    return Run(self.path).export(out, form, weights, overwrite=overwrite)
 
 # %% ../../nbs/export/11_trainer.ipynb #75979bbd
 @patch
@@ -41,9 +41,9 @@ def prove(self:Trainer,
 @patch
 def forecast(self:Trainer,
     memory=None,  # of a rank, such as "80GB", or bytes; None: that of the device
-    **options,  # gpus, parallel, bandwidth, fixes: see `forecast_trainer`
+    gpus:int=1, parallel:str="ddp", bandwidth=None, fixes:bool=True,  # see `medlab.train.forecast.forecast_recipe`
 ):  # `RunForecast`
     """Say what a step takes by count, what fits, and what fixes would save; beside what was measured, where steps were
     made. Raises `UserError` for sizes that are none and for steps that cannot be counted."""
     from medlab.train.forecast import forecast_trainer
-    return forecast_trainer(self, memory, **options)
+    return forecast_trainer(self, memory, gpus, parallel, bandwidth, fixes)
