@@ -224,29 +224,40 @@ def test_two_at_once(tmp_path):
 
 # killed
 
+def kill_at_work(proof, times, rng):
+    "Kill `medlab prove` as it goes on, while it begins or after its next arm, until the proof is done; how often, at most `times`."
+    kills = 0
+    while kills < times and proof.left is not None:
+        process, before = proving(proof.path), len(proof.results)
+        if rng.random() < 0.25: time.sleep(3 * rng.random())
+        else: until(lambda: process.poll() is not None or len(proof.results) > before, 120)
+        time.sleep(0.3 * rng.random())
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+        assert len(proof.results) >= before
+    return kills
+
+
 @pytest.mark.timeout(300 + 60 * KILLS)
 def test_killed_it_goes_on(tmp_path):
     "Killed again and again, at whatever moment, it makes the arms of one that never was, and loses none that it had told of."
     trained(tmp_path / "first")
-    cut = new_proof(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, steps=4, scores=False, draws=1)
-    rng, kept = random.Random(0), 0
-    for _ in range(KILLS):
-        process = proving(cut.path)
-        before = len(cut.results)
-        until(lambda: process.poll() is not None or len(cut.results) > before, 120)
-        time.sleep(rng.random() * 0.3)
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-        process.wait()
-        assert len(cut.results) >= kept
-        kept = len(cut.results)
-        if cut.left is None: break
-    else: assert kept >= KILLS, "arms were made between the kills"
-    make_proof(cut.path)
-    whole = prove(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, **QUICK)
-    theirs, ours = digests(whole), digests(cut)
-    shared = theirs.keys() & ours.keys()
-    assert cut.state == "done" and all(theirs[k] == ours[k] for k in shared) and ("off", 3) in shared
-    assert cut.verdicts["lr=1e-05"].kind == whole.verdicts["lr=1e-05"].kind
+    asked, rng, kills, kept = dict(at="newest", pairs=7, aa=6, steps=4, scores=False, draws=1), random.Random(0), 0, 0
+    for lr in (1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 8e-5):  # a proof has too few arms for many kills
+        cut = new_proof(tmp_path / "first", knobs=dict(lr=lr), **asked)
+        kills += kill_at_work(cut, KILLS - kills, rng)
+        kept += len(cut.results)
+        make_proof(cut.path)
+        whole = prove(tmp_path / "first", knobs=dict(lr=lr), say=lambda text: None, process=False, **asked)
+        theirs, ours = digests(whole), digests(cut)
+        shared = theirs.keys() & ours.keys()
+        assert cut.state == "done" and all(theirs[k] == ours[k] for k in shared) and ("off", 3) in shared
+        assert cut.verdicts[f"lr={lr}"].kind == whole.verdicts[f"lr={lr}"].kind
+        if kills == KILLS: break
+    print(f"{kills} kills, {kept} arms made meanwhile")
+    assert kills == KILLS and kept >= KILLS / 2, "arms were made between the kills"
 
 
 def test_killed_while_it_is_made(tmp_path, monkeypatch):
