@@ -126,7 +126,7 @@ def test_a_changed_source_is_said_with_both_hashes(home):
     status, out, err = elsewhere("train", "--resume", root / "run", "--steps", 3, "--threads", 1)
     assert status == 0 and [e.level for e in Run(root / "run").events("source")] == ["warning"], (out, err)
     assert err.count("is used as it is now") == 1, err
-    prove = ("prove", root / "run", "--set", "lr=1e-5", "--steps", 1, "--aa", 0, "--seeds", 3, "--cases", "train", "--no-scores", "--threads", 1)
+    prove = ("prove", root / "run", "--set", "lr=1e-5", "--steps", 1, "--aa", 0, "--seeds", 6, "--cases", "train", "--no-scores", "--threads", 1)
     status, out, err = elsewhere(*prove)
     assert status == 0 and err.count("is used as it is now") == 1, "a run and the fork that a proof makes of it are one origin"
 
@@ -156,7 +156,7 @@ def test_an_error_of_the_users_own_code_shows_their_line(home, way):
     name, line, arms = Path(file).name, 'if self.knobs.lr < 1e-4: batch["imge"]', "arm" in way
     how = dict(fit="t.fit(2, progress=False)", start="t.start(2); t.wait()").get(way, "t.fit(1, progress=False)")
     if arms:
-        how = "t.set(lr=1e-3); t.fit(1, progress=False)" + "; t.prove(set=dict(lr=1e-5), steps=1, aa=0, seeds=3, cases='train', scores=False, process=False)" * (way == "arm of a script")
+        how = "t.set(lr=1e-3); t.fit(1, progress=False)" + "; t.prove(set=dict(lr=1e-5), steps=1, aa=0, seeds=6, cases='train', scores=False, process=False)" * (way == "arm of a script")
     (root / "script.py").write_text(SCRIPT.format(stem=Path(file).stem, how=how))
     if way == "command": status, _, err = elsewhere("train", f"{file}:Mine", "--run", root / "run", "--steps", 2, "--threads", 1, "--set", "lr=1e-5", "--set", "val_share=0")
     else:
@@ -164,7 +164,7 @@ def test_an_error_of_the_users_own_code_shows_their_line(home, way):
         status, err = done.returncode, done.stderr
         if way == "arm of the command":
             assert status == 0, err
-            status, _, err = elsewhere("prove", root / "run", "--set", "lr=1e-5", "--steps", 1, "--aa", 0, "--seeds", 3, "--cases", "train", "--no-scores", "--threads", 1)
+            status, _, err = elsewhere("prove", root / "run", "--set", "lr=1e-5", "--steps", 1, "--aa", 0, "--seeds", 6, "--cases", "train", "--no-scores", "--threads", 1)
     seen, last = frames(err)
     command = "command" in way
     assert status == 1 and last == f"{name}, line {text[:text.index('def losses')].count(chr(10)) + 2}, in losses: {line}", err

@@ -364,9 +364,9 @@ def test_before_its_first_arm_and_after_an_early_verdict(tmp_path):
 def test_ctrl_c_says_what_is_kept(tmp_path):
     "And the command that goes on, which then makes what is left."
     trained(tmp_path / "first")
-    new_proof(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, steps=4, scores=False, draws=1)
+    new_proof(tmp_path / "first", knobs=dict(lr=1e-5), pairs=7, aa=6, steps=40, scores=False, draws=1)
     proof, = proofs_of(tmp_path / "first")
-    process = proving(proof.path, "--steps", 4)
+    process = proving(proof.path, "--steps", 40)
     until(lambda: len(proof.results) > 1, 120)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[0].splitlines()
