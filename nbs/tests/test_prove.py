@@ -1,5 +1,6 @@
 """A proof: arms that are forks to the bit, verdicts that follow from them, whatever is killed meanwhile, and a run that is left alone."""
 import copy
+import itertools
 import multiprocessing
 import os
 import random
@@ -244,8 +245,9 @@ def kill_at_work(proof, times, rng):
 def test_killed_it_goes_on(tmp_path):
     "Killed again and again, at whatever moment, it makes the arms of one that never was, and loses none that it had told of."
     trained(tmp_path / "first")
-    asked, rng, kills, kept = dict(at="newest", pairs=7, aa=6, steps=4, scores=False, draws=1), random.Random(0), 0, 0
-    for lr in (1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 8e-5):  # a proof has too few arms for many kills
+    asked, rng, kills, kept = dict(at="newest", pairs=7, aa=6, steps=8, scores=False, draws=1), random.Random(0), 0, 0
+    for n in itertools.count(1):  # a proof has too few arms for many kills
+        lr = n * 1e-6
         cut = new_proof(tmp_path / "first", knobs=dict(lr=lr), **asked)
         kills += kill_at_work(cut, KILLS - kills, rng)
         kept += len(cut.results)
@@ -256,8 +258,8 @@ def test_killed_it_goes_on(tmp_path):
         assert cut.state == "done" and all(theirs[k] == ours[k] for k in shared) and ("off", 3) in shared
         assert cut.verdicts[f"lr={lr}"].kind == whole.verdicts[f"lr={lr}"].kind
         if kills == KILLS: break
-    print(f"{kills} kills, {kept} arms made meanwhile")
-    assert kills == KILLS and kept >= KILLS / 2, "arms were made between the kills"
+    print(f"{kills} kills of {n} proofs, {kept} arms made meanwhile")
+    assert kept >= KILLS / 2, "arms were made between the kills"
 
 
 def test_killed_while_it_is_made(tmp_path, monkeypatch):
