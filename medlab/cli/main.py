@@ -29,15 +29,20 @@ from medlab.cli.options import (
     threads_for)
 
 # %% ../../nbs/cli/08_main.ipynb #af00b374
+def _typed(argv, name):
+    "Index of an option, its value (\"\" where there is none) and how many words both are; None where it was not typed."
+    at = next((i for i, a in enumerate(argv) if a.split("=")[0] == name), None)
+    if at is None: return None
+    return (at, argv[at].split("=", 1)[1], 1) if "=" in argv[at] else (at, (*argv, "")[at + 1], 2)
+
+
 def resumed_run(
     argv,  # options as they were typed
 ) -> str:  # None: no run is to be gone on with
     "The run directory after --resume; raises `UserError` where there is none."
-    if "--resume" not in [a.split("=")[0] for a in argv]: return None
-    words = [w for a in argv for w in a.split("=", 1)]
-    at = words.index("--resume") + 1
-    if at == len(words) or not words[at]: raise UserError("--resume needs the run directory to go on with")
-    return words[at]
+    if (typed := _typed(argv, "--resume")) is None: return None
+    if not typed[1]: raise UserError("--resume needs the run directory to go on with")
+    return typed[1]
 
 # %% ../../nbs/cli/08_main.ipynb #86cee973
 def option_word(
@@ -45,10 +50,9 @@ def option_word(
     name:str,  # of an option, such as "--recipe"
 ) -> tuple:  # (its value, the words without it); (None, argv) where it was not typed
     "The value of an option that decides which others there are; raises `UserError` where it has none."
-    at = next((i for i, a in enumerate(argv) if a.split("=")[0] == name), None)
-    if at is None: return None, list(argv)
-    value, rest = (argv[at].split("=", 1)[1], 1) if "=" in argv[at] else ((*argv, "")[at + 1], 2)
-    if value: return value, [*argv[:at], *argv[at + rest:]]
+    if (typed := _typed(argv, name)) is None: return None, list(argv)
+    at, value, words = typed
+    if value: return value, [*argv[:at], *argv[at + words:]]
     raise UserError(f"{name} needs a value, such as {name} segmentation or {name} my_recipe.py:Mine")
 
 
@@ -97,12 +101,12 @@ def new_job(cls, fields, rest) -> Job:
 
 def resumed_job(recipe, fields, rest) -> Job:
     "The run after --resume as it is stored; raises `UserError` for what cannot change any more."
-    from medlab.run.directory import Run
+    from medlab.run.directory import Run, refuse_proof
     if fixed := [*fields, *(k for k in ("debug", "run", "size") if rest.get(k))]:
         raise UserError("the configuration of a resumed run is the stored one; "
             f"leave out {', '.join(fixed)} (knobs may change: --set lr=2e-4)")
     run = rest["resume"]
-    return Job(recipe, run, True, rest.get("steps") or Run(run).meta.get("target") or 1000)
+    return Job(recipe, run, True, rest.get("steps") or refuse_proof(Run(run)).meta.get("target") or 1000)
 
 # %% ../../nbs/cli/08_main.ipynb #13a086ed
 def loggers_of(

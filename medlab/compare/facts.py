@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..core import UserError
 from ..intake.opened import reading
-from ..run.directory import Run
+from ..run.directory import Run, refuse_proof
 
 # %% ../../nbs/compare/01_facts.ipynb #1514d2b5
 @dataclass(frozen=True)
@@ -81,16 +81,6 @@ def read_facts(
             _forked(meta.get("lineage") or ()))
 
 # %% ../../nbs/compare/01_facts.ipynb #94734e29
-def _refuse_proof(run):
-    "Raise `UserError` for the directory of a proof."
-    if "proof" not in run.meta: return
-    path, about = run.path, run.path.resolve().parent.parent
-    raise UserError(f"{path} is a proof, made of many arms from one state of {about.name}, and no run that could be "
-        f"compared: medlab prove {path} shows its table (and goes on with one that is not at its end), in Python "
-        f"Run({str(about)!r}).proofs, whose curves() lay the arms over one another; or compare {about.name} "
-        "itself")
-
-
 def _names(paths):
     "A name for each directory: its own, or with as many folders before it as tell all apart."
     parts = [p.resolve().parts for p in paths]
@@ -110,7 +100,7 @@ def read_runs(
     for path, name in zip(paths, _names(paths) if paths else ()):
         try: found.append(read_facts(Run(path), name))
         except UserError as e: faults[name] = str(e)
-        else: _refuse_proof(found[-1].run)
+        else: refuse_proof(found[-1].run)
     if len(found) > 1: return found, faults
     which = "; ".join(faults.values()) or f"{len(paths)} {'was' if len(paths) == 1 else 'were'} named"
     raise UserError(f"a comparison needs two runs that can be read: {which}; medlab runs shows those there are")

@@ -31,7 +31,7 @@ from .standard import leaving
 from ..run.checkpoint import read_state
 
 # %% ../../nbs/export/09_folder.ipynb #ef6dba60
-from ..run.directory import Run
+from ..run.directory import Run, refuse_proof
 from ..train.state import chosen_weights, recipe_of, trained_model, upgraded
 
 # %% ../../nbs/export/09_folder.ipynb #b1ef7184
@@ -105,7 +105,7 @@ def gathered(
     cls:type=None,  # of the run's recipe; None: as the run remembers it
 ) -> Exported:
     "What there is to export; raises `UserError` where the run has no checkpoint, or no such weights."
-    run, recipe = Run(run), recipe_of(run, cls=cls)
+    run, recipe = refuse_proof(Run(run)), recipe_of(run, cls=cls)
     row, state = read_newest(run, checkpoint_rows(run, step))
     which, _ = chosen_weights(state, weights)
     recipe.remember(run.meta["data"])

@@ -22,7 +22,7 @@ from ..core import UserError, explained
 from ..intake.opened import reading
 from ..run.checkpoint import list_checkpoint, read_head, share_file
 from ..run.chunks import copy_chunks
-from ..run.directory import Run
+from ..run.directory import Run, refuse_proof
 from ..run.records import copy_records, read_meta, refuse_newer, segments_of, write_meta
 from ..run.requests import copy_changes, request_change
 from ..run.sharing import made_aside, refuse_taken
@@ -200,7 +200,7 @@ def fork_run(
     """Make a run that begins where another stood. Raises `UserError` with value, rule and remedy, before anything is
     made, and leaves nothing behind."""
     with open_run(run) as run:
-        change, place = ForkChange.of(run, knobs, fix), fork_place(run, name)
+        change, place = ForkChange.of(refuse_proof(run), knobs, fix), fork_place(run, name)
         if at == "now": save_now(run, timeout)
         rows = fork_rows(run, at)
         with refusals_told(place), made_aside(place) as made: write_fork(run, made, rows, change)

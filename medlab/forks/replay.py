@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..core import UserError, explained
-from ..run.directory import Run
+from ..run.directory import Run, refuse_proof
 from ..run.records import segments_of, write_meta
 from ..run.sharing import made_aside
 from ..run.store import connect
@@ -108,7 +108,7 @@ def replay_fork(
     is made again is not what the run recorded, and what ends the training; nothing is left then."""
     with open_run(run) as run:
         if any(c["step"] == at for c in run.checkpoints()): return fork_run(run, at, knobs, fix, name)
-        change, place, rows = ForkChange.of(run, knobs, fix), fork_place(run, name), _before(run, at)
+        change, place, rows = ForkChange.of(refuse_proof(run), knobs, fix), fork_place(run, name), _before(run, at)
         device, threads = (run.environment.get(k) for k in ("device", "threads"))
         with refusals_told(place), made_aside(place) as made:
             start = write_fork(run, made, rows, ForkChange(), at)

@@ -13,7 +13,7 @@ from ..compare.log import told_change
 from ..compare.settings import applied
 from ..core import UserError
 from ..data.volume import _write_whole
-from ..run.directory import Run
+from ..run.directory import Run, refuse_proof
 from ..run.writer import _yaml
 from ..train.state import moved_places, recipe_of
 from ..train.trainer import config_about
@@ -59,7 +59,7 @@ def write_config(
     overwrite:bool=False,  # replace a file that is there
 ) -> Path:
     "Write the configuration of a run; raises `UserError` where there is none, or the file cannot be made."
-    config, path = run_config(run, now), Path(path)
+    config, path = run_config(refuse_proof(run), now), Path(path)
     check_free(path, overwrite)
     comment = lambda line: "# " + " ".join(line.split()) + "\n"
     text = "".join(map(comment, _about(run, read_facts(run), now))) + "".join(_yaml(k, v) for k, v in config.items())

@@ -24,7 +24,7 @@ from .config import check_free
 from .obstacles import obstacles
 from ..recipes.base import Recipe, Use
 from ..run.checkpoint import newest_state
-from ..run.directory import Run
+from ..run.directory import Run, refuse_proof
 from ..run.writer import read_proof
 from ..train.state import moved_places, recipe_of, upgraded
 
@@ -187,7 +187,7 @@ def write_notebook(
     path = Path(path)
     if path.suffix != ".ipynb": raise UserError(f"{path}: a notebook's name ends in .ipynb; name such a file")
     check_free(path, overwrite)
-    o = read_original(run, cls)
+    o = read_original(refuse_proof(run), cls)
     _write_whole(path, (json.dumps(notebook_of(o), indent=1, ensure_ascii=False) + "\n").encode("utf-8"))
     if not o.why: return path
     text = f"{path}: {run.name} will not, or may not, come out the same: {'; '.join(o.why)}"

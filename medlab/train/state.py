@@ -26,7 +26,7 @@ from ..numerics.tf32 import read_tf32, set_tf32
 from ..recipes.base import Recipe
 from ..recipes.origin import built, stored_class, warn_changed
 from ..run.checkpoint import newest_state
-from ..run.directory import Run
+from ..run.directory import Run, refuse_proof
 from ..run.older_names import current
 from ..step.kernels import read_cudnn_benchmark
 from ..step.speed import match_layout
@@ -300,7 +300,7 @@ def load_model(
 ) -> tuple:  # (recipe, model in evaluation mode with the averaged weights where there are any, iteration)
     "What a run has learned so far, with TF32 as it had it; raises `UserError` where it has no whole checkpoint."
     recipe, device = recipe_of(path, cls=cls), torch_device(device)
-    recipe.remember(Run(path).meta["data"])
+    recipe.remember(refuse_proof(Run(path)).meta["data"])
     state, reasons = newest_state(path, best=best)
     if state is None and best and not reasons:
         raise UserError(f"{path} has no best checkpoint: none of its validations was saved; leave best out for "

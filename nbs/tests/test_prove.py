@@ -16,6 +16,7 @@ from victim import KNOBS, Small, digest
 from waiting import until
 
 from medlab import recipes
+from medlab.cli.main import main
 from medlab.core import UserError
 from medlab.forks.fork import PROOFS, fork_run
 from medlab.prove import start as start_module
@@ -221,6 +222,18 @@ def test_two_at_once(tmp_path):
         assert "wait for it, or stop it" in refused
     proofs = proofs_of(tmp_path / "first")
     assert len(proofs) == rounds and {p.state for p in proofs} == {"done"}
+
+
+@pytest.mark.parametrize("command", ["fork PROOF --run OUT", "evaluate PROOF", "export PROOF OUT", "notebook PROOF OUT.ipynb", "train --resume PROOF",
+    "predict PROOF RUN OUT", "compare PROOF RUN"])
+def test_a_proof_is_no_run(tmp_path, capsys, command):
+    "What takes a run refuses a proof, whose scores would be those of the state that its arms begin with; the run itself is taken."
+    run = trained(tmp_path / "first")
+    proof = new_proof(run, knobs=dict(lr=1e-5), steps=4, scores=False, draws=1)
+    words = [{"PROOF": str(proof.path), "RUN": str(run)}.get(w, w.replace("OUT", str(tmp_path / "out"))) for w in command.split()]
+    assert main(words) == 2 and "is a proof, made of many arms from one state of first, and no run of its own" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+    if words[0] in ("fork", "export", "notebook"): assert main([str(run) if w == str(proof.path) else w for w in words]) == 0
 
 
 # killed
