@@ -16,6 +16,7 @@ from medlab.core import UserError, generator
 from medlab.recipes.base import Recipe
 from medlab.train.trainer import Trainer
 
+pytestmark = pytest.mark.timeout(900)  # on a busy machine the ranks take a minute to start
 STEPS = 30
 COMMON = dict(gradient_accumulation_steps=4, lr=1e-3)
 
@@ -90,7 +91,7 @@ def together(folder, ranks, resume=""):
     folder.mkdir()
     made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(folder), str(r), str(ranks), str(resume)], stderr=subprocess.PIPE, text=True,
         env=os.environ | dict(OMP_NUM_THREADS="1")) for r in range(ranks)]
-    try: told = [p.communicate(timeout=280)[1] for p in made]
+    try: told = [p.communicate(timeout=500)[1] for p in made]
     finally: [p.kill() for p in made]
     assert not any(p.returncode for p in made), "\n".join(told)[-3000:]
     return [torch.load(folder / f"{r}.pt") for r in range(ranks)]
