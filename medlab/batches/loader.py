@@ -52,8 +52,10 @@ class BatchLoader:
         knobs,  # `Knobs`: gradient_accumulation_steps, check_inputs, worker_timeout, case_budget
         quarantine:Quarantine,
         report=lambda *a, **k: None,  # function of an event: (kind, text, level, iteration, **data)
+        replicas=None,  # `Replicas` that divide the micro-batches of a step; None: all of them are this process's
     ):
         self.recipe, self.device, self.knobs = recipe, device, knobs
+        self.ranks, self.rank = (replicas.size, replicas.rank) if replicas else (1, 0)
         self.quarantine, self.report, self.memory = quarantine, report, Memory(device)
         self.dataset, self.copy = Guarded(recipe.dataset(), recipe), DeviceCopy(device, report)
         refuse_unsent(self.dataset.dataset, recipe.workers)
@@ -94,7 +96,8 @@ def seek(self:BatchLoader,
 def _place(self:BatchLoader, samples_seen):
     self.batches, self.begun, self.samples_seen = None, False, samples_seen  # its workers end before others begin
     self._drop_ahead()
-    self.sampler = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.seed, samples_seen)
+    self.sampler = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.seed, samples_seen, self.ranks,
+        self.rank)
     self._leave_out()
 
 # %% ../../nbs/batches/05_loader.ipynb #6cdd40d8
@@ -143,7 +146,7 @@ def prefetch(self:BatchLoader):
     "Send the samples of the next step to the device; called while this one is computed."
     if self.copy.stream is None or not self.prefetches or self.batches is None or self.trouble: return
     try:
-        while len(self.ahead) < self.knobs.now.gradient_accumulation_steps and (batch := self._come()):
+        while len(self.ahead) < self.knobs.now.gradient_accumulation_steps // self.ranks and (batch := self._come()):
             self.ahead.append(Ahead(batch))
     except Exception as e: self.trouble = e
     short = self._send_ahead()
@@ -253,16 +256,20 @@ def _take(self:BatchLoader, iteration, began, waiting):
     faults, dropped = [], 0
     self.accumulated = n = self.knobs.now.gradient_accumulation_steps
     for i in range(n):
+        if not self.sampler.is_own(self.samples_seen):
+            self.samples_seen += self.sampler.batch
+            continue
         with waiting: samples, indices, bad = self._usable()
         if not self.first.good: self.first(len(indices), bad)
         if bad or self.notes: faults += self._judged(bad)
         place, self.samples_seen = self.samples_seen, self.samples_seen + self.sampler.batch
         dropped += self.sampler.batch - len(indices)
         if not samples: continue
-        micros.append(self._prepared(samples, iteration, i))
+        micros.append(self._numbered(samples, iteration, i))
         drawn.append((i, place, tuple(indices)))
     return StepBatch.of(*micros, dropped=dropped, faults=tuple(faults), samples_seen=self.samples_seen, began=began,
-        waited=waiting.host, stalls=tuple(waiting.stalls), drawn=tuple(drawn))
+        waited=waiting.host, stalls=tuple(waiting.stalls), drawn=tuple(drawn), total=n,
+        expected=n * self.sampler.batch)
 
 # %% ../../nbs/batches/05_loader.ipynb #f2391ab4
 @patch
@@ -283,6 +290,25 @@ def _prepared(self:BatchLoader, samples, iteration, i):
     cls = type(self.recipe)
     raise UserError(f"{cls.__name__}.prepare(){at_line(cls.prepare)} gave {made!r:.60} and must return the batch, a "
         "dict of tensors")
+
+# %% ../../nbs/batches/05_loader.ipynb #0ae1be74
+@patch
+def _numbered(self:BatchLoader, samples, iteration, i):
+    "A prepared micro-batch; with its number where other ranks have others of the step."
+    made = self._prepared(samples, iteration, i)
+    return made if self.ranks == 1 else replace(Batch.of(made), number=i)
+
+
+@patch
+def check_ranks(self:BatchLoader,
+    steps:int,  # micro-batches of a step on all ranks
+):
+    "Raise `UserError` where there are fewer of them than ranks."
+    if steps >= self.ranks: return
+    raise UserError(f"gradient_accumulation_steps={steps} must be at least {self.ranks}, the number of ranks, which "
+        f"divide the micro-batches of a step among them; take gradient_accumulation_steps={self.ranks} (with a "
+        f"batch_size of {max(1, self.recipe.batch_size // self.ranks)} a step has about as many samples as it would in "
+        "one process)")
 
 # %% ../../nbs/batches/05_loader.ipynb #324d16dc
 @patch
@@ -452,7 +478,7 @@ def _same(self:BatchLoader, iteration, i, place, indices):
     if batch.unlike: raise NotTheSame(f"its samples are of other sizes or dtypes now: {unlike_in_words(batch.unlike)}")
     if not batch.indices and not batch.failed: raise NotTheSame("the order of the samples is another one")
     if batch.failed: raise NotTheSame(f"{batch.failed[0].case} can't be read again: {batch.failed[0].reason}")
-    return Batch.of(self._prepared(self.copy(batch.samples), iteration, i))
+    return Batch.of(self._numbered(self.copy(batch.samples), iteration, i))
 
 
 @patch
@@ -468,7 +494,8 @@ def _read(self:BatchLoader, keys):
 @patch
 def bindings(self:BatchLoader) -> dict:
     "The knobs that this part owns: gradient_accumulation_steps, prefetch."
-    return dict(gradient_accumulation_steps=KnobBinding(read=lambda: self.accumulated),
+    spread = lambda value, source: self.check_ranks(value)
+    return dict(gradient_accumulation_steps=KnobBinding(spread, lambda: self.accumulated),
         prefetch=KnobBinding(self._switch, lambda: self.prefetches))
 
 

@@ -20,20 +20,21 @@ class ResumableSampler:
         batch:int,  # samples per list, ≥ 1
         seed:int,
         samples_seen:int=0,  # so far, from where the order goes on
+        ranks:int=1, rank:int=0,  # processes that divide the lists among them, and which of them this is
     ):
         self.n, self.batch, self.seed = n, batch, seed
-        self.samples_seen = samples_seen
+        self.samples_seen, self.ranks, self.rank = samples_seen, ranks, rank
         self.left_out = ()  # indices that are not read; their place in the order stays
 
     def __iter__(self):
-        epoch, skip = divmod(self.samples_seen, self.n)
-        rest = []
+        (epoch, skip), seen, rest = divmod(self.samples_seen, self.n), self.samples_seen, []
         while True:
             rest += list(zip(self.order(epoch), self.seeds(epoch)))[skip:]
             whole = len(rest) - len(rest) % self.batch
             for i in range(0, whole, self.batch):
+                if not self.is_own(seen + i): continue
                 yield [(n, None if n in self.left_out else seed) for n, seed in rest[i:i + self.batch]]
-            rest, epoch, skip = rest[whole:], epoch + 1, 0
+            rest, epoch, skip, seen = rest[whole:], epoch + 1, 0, seen + whole
 
 # %% ../../nbs/batches/00_sampler.ipynb #189e75da
 @patch
@@ -50,3 +51,11 @@ def seeds(self:ResumableSampler,
 ) -> list:  # a seed for each visit of the epoch
     "The seeds of one epoch."
     return torch.randint(2**63 - 1, (self.n,), generator=generator(self.seed, "sample", epoch)).tolist()
+
+# %% ../../nbs/batches/00_sampler.ipynb #48cf3a6f
+@patch
+def is_own(self:ResumableSampler,
+    seen:int,  # samples that come before a list, in the order of the run
+) -> bool:
+    "Whether a list is of this rank: they take turns."
+    return seen // self.batch % self.ranks == self.rank

@@ -21,13 +21,14 @@ class Batch(dict):
     cases:tuple = ()  # name of each sample's case; empty: none was given
     meta:dict = field(default_factory=dict)  # name → list with a host value per sample, such as spacing (z, y, x) in mm
     size:int = 0  # samples in it
+    number:int = None  # of its random numbers, in the step of all replicas; None: its place among those that are here
 
     def __post_init__(self):
         dict.update(self, self.tensors)
         if self.cases: dict.__setitem__(self, "case", list(self.cases))
         if self.meta: dict.update(self, self.meta)
 
-    def __reduce__(self): return Batch, (self.tensors, self.cases, self.meta, self.size)
+    def __reduce__(self): return Batch, (self.tensors, self.cases, self.meta, self.size, self.number)
 
     def _refuse(self, *args, **kw):
         raise TypeError("a batch does not support item assignment, for its parts are shared; make another one: "
@@ -63,7 +64,7 @@ def select(self:Batch,
     mask = torch.as_tensor(keep, dtype=torch.bool)
     of = lambda values: [v for v, good in zip(values, keep) if good]
     tensors = {k: v[mask.to(v.device)] for k, v in self.tensors.items()}
-    return Batch(tensors, tuple(of(self.cases)), {k: of(v) for k, v in self.meta.items()}, sum(keep))
+    return Batch(tensors, tuple(of(self.cases)), {k: of(v) for k, v in self.meta.items()}, sum(keep), self.number)
 
 # %% ../../nbs/contracts/00_batch.ipynb #10eb6ab7
 @patch
@@ -73,7 +74,8 @@ def take(self:Batch,
     "The samples from `start` up to `stop`."
     meta = {k: v[start:stop] for k, v in self.meta.items()}
     size = len(range(*slice(start, stop).indices(self.size)))
-    return Batch({k: v[start:stop] for k, v in self.tensors.items()}, self.cases[start:stop], meta, size)
+    return Batch({k: v[start:stop] for k, v in self.tensors.items()}, self.cases[start:stop], meta, size,
+        self.number)
 
 # %% ../../nbs/contracts/00_batch.ipynb #ebb534a3
 @patch
@@ -105,6 +107,8 @@ class StepBatch:
     waited:float = 0.0  # s for which the host stood still until the samples were there
     stalls:tuple = ()  # the same on the device: (event before, event after) of each wait; empty: there is none
     drawn:tuple = ()  # where the micro-batches come from: (number in the step, samples seen before, indices used)
+    total:int = 0  # micro-batches of the step on all replicas, before any was split; 0: those here are all
+    expected:int = 0  # samples of them, if none was left out
 
     @classmethod
     def of(cls,
@@ -122,7 +126,16 @@ def split(self:StepBatch,
 ) -> StepBatch:
     "The same samples in the same order, in micro-batches of at most `most`."
     if most is None or all(m.size <= most for m in self.micro_batches): return self
-    return replace(self, micro_batches=tuple(part for m in self.micro_batches for part in m.split(most)))
+    return replace(self, micro_batches=tuple(p for m in self.micro_batches for p in self._parts(m, most)))
+
+
+@patch
+def _parts(self:StepBatch, m, most):
+    "A micro-batch in parts, numbered as if every micro-batch of the step had as many."
+    parts = m.split(most)
+    if m.number is None: return parts
+    first = m.number * -(-self.expected // self.total // most)
+    return [replace(p, number=first + k) for k, p in enumerate(parts)]
 
 # %% ../../nbs/contracts/00_batch.ipynb #00cede4f
 @patch(as_prop=True)

@@ -19,6 +19,7 @@ class Buffers:
     ):
         held = [(m, k) for m in model.modules() for k, b in m._buffers.items() if b is not None]
         self.slots = [(m._buffers, k, isinstance(m, _NormBase)) for m, k in held]  # whether it moves uncounted
+        self.owners = [m for m, _ in held]
         self.seen, self.kept, self.versions = [], [], []
 
     def _moved(self):
@@ -62,6 +63,17 @@ def restore(self:Buffers):
         held[k] = self.seen[i]
         self.seen[i].copy_(self.kept[i])
         self.versions[i] = self.seen[i]._version
+
+# %% ../../nbs/numerics/02_buffers.ipynb #833ec9a2
+@patch
+def moving(self:Buffers) -> list:  # (module, name of the buffer) pairs
+    "The buffers that the passes since the last `save` have moved, or move uncounted since their module trains."
+    out = []
+    for i in self._moved():
+        held, k, always = self.slots[i]
+        owner = self.owners[i]
+        if not always or owner.training and held[k] is not None: out.append((owner, k))
+    return out
 
 # %% ../../nbs/numerics/02_buffers.ipynb #04c8ea66
 @patch

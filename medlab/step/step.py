@@ -19,7 +19,7 @@ from ..contracts.replicas import FINE, PeerFault
 from ..contracts.result import Notice, StepResult
 from ..contracts.state import KnobBinding
 from ..contracts.system import System
-from ..core import derive_seed
+from ..core import UserError, derive_seed
 from ..knobs.knobs import Knobs
 from ..numerics.buffers import Buffers
 from ..parallel.replicas import OneProcess
@@ -86,6 +86,7 @@ def watch(self:Step):
     self.share, self.probing, self.observed = None, False, None
     self.given_lr = None  # learning rate that the optimizer was given last
     self.saw_foreign_lr = False  # whether another value was seen in it
+    self.seen_buffers = False  # whether several ranks may train it, see `_refuse_statistics`
 
 
 @patch(as_prop=True)
@@ -108,7 +109,7 @@ def __call__(self:Step,
     self.transaction = t
     if self.buffers.slots: self.buffers.save()
     if self.system.frozen or self.system.averages: self.system.check()
-    expected = batch.size
+    expected = batch.expected or batch.size if self.replicas.size > 1 else batch.size
     if expected or self.replicas.size > 1: self.decisions.set_lr(t)
     for i, micro in enumerate(batch.micro_batches): t.samples += self._micro(t, i, micro, expected)
     self.meanwhile()
@@ -133,7 +134,8 @@ def forward(self:Step,
     precision:str=None,  # "fp32", "bf16" or "fp16"; None: as the knob says
 ) -> dict:  # name → tensor (b,)
     "The losses of a micro-batch in float32, with the random numbers of that step and micro-batch."
-    seed = self.seed_base + iteration * 4096 + i
+    number = getattr(batch, "number", None)  # None also of a dictionary
+    seed = self.seed_base + iteration * 4096 + (i if number is None else number)
     torch.default_generator.manual_seed(seed)
     if self.device.type == "cuda": torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
     with autocast(precision or self.knobs.now.precision, self.device):
@@ -354,6 +356,7 @@ def set_decay(self:Step, t, taken):
 def _agree(self:Step, t, expected):
     "Agree with the other replicas; the samples of all of them. Raises `PeerFault` where one cannot finish the step."
     samples = t.samples
+    if samples and not self.seen_buffers: self._refuse_statistics()
     detached = t.detached or bool(samples) and all(p.grad is None for p in self.params)
     met = self.replicas.agree(FINE, samples, t.sums["loss"] if samples else 0.0, detached)
     if met.code: raise PeerFault(met.code, met.rank)
@@ -361,6 +364,18 @@ def _agree(self:Step, t, expected):
     own = {k: v * met.samples / samples for k, v in t.sums.items() if k != "loss"} if samples else {}
     t.sums, t.samples, t.detached = {"loss": met.loss, **own}, met.samples, met.detached
     return met.samples
+
+# %% ../../nbs/step/05_step.ipynb #20b3e520
+@patch
+def _refuse_statistics(self:Step):
+    "Raise `UserError` where the forward pass moves a buffer, which each rank would move by its own samples."
+    self.seen_buffers = True
+    if not self.buffers.slots or not (moving := self.buffers.moving()): return
+    module, key = moving[0]
+    where = next((n for n, m in self.model.named_modules() if m is module), "")
+    raise UserError(f"the forward pass moves the buffer {key!r} of {where or 'the network'} ({type(module).__name__}), "
+        f"and each of the {self.replicas.size} ranks would move it by its own samples alone, so that they part: take "
+        "GroupNorm or InstanceNorm, track_running_stats=False, or one process")
 
 # %% ../../nbs/step/05_step.ipynb #7d6fc820
 FOREIGN = ("somebody else has set the optimizer's learning rate to {found:.4g}; it is {lr:.4g} again, as the knob lr "

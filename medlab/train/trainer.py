@@ -152,13 +152,15 @@ def _prepare(self:Trainer,
 ):
     "Build what may be refused, without touching the run directory."
     self.memory, self.quarantine = Memory(self.device), Quarantine(self.knobs)
-    self.batches = BatchLoader(self.recipe, self.device, self.knobs, self.quarantine, self._report)
+    self.batches = BatchLoader(self.recipe, self.device, self.knobs, self.quarantine, self._report,
+        replicas_here(self.device))
     self.system = build_system(self.recipe, self.device)
     self.model = self.system.model
     if self.system.notes: self.info = self.info | dict(notes=[*self.info.get("notes", ()), *self.system.notes])
     self.optimizer = build_optimizer(self.recipe, self.model, self.knobs.lr, self.device)
     self.bindings = outer_bindings(self.recipe, self.model, self.optimizer, self.knobs)
     if given is None: return
+    self.batches.check_ranks(self.knobs.gradient_accumulation_steps)
     if "log_every" not in given: self.knobs.log_every = log_every_on(self.device)
     if "activation_checkpointing" not in given: self.knobs.activation_checkpointing = read_checkpointing(self.model)
     if not self.knobs.save_every and "save_minutes" not in given: self.knobs.save_minutes = 0.0

@@ -19,17 +19,13 @@ STEPS = 12
 
 @dataclass
 class Half(Toy):
-    "Of every eight samples, rank 0 sees four and rank 1 the others; half 2 sees all eight. Without what depends on the batch, so that two are as good as one."
-    half: int = 2
+    "Of the two micro-batches of a step each rank makes one. Without what depends on the batch, so that two are as good as one."
 
     def build_model(self): return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SiLU(), torch.nn.Linear(8, 1))
 
     def dataset(self):
         x = torch.randn(64, 4, generator=generator(0, "half"))
-        pick = slice(self.half, self.half + 1) if self.half < 2 else slice(None)
-        return [dict(x=v[pick], y=v[pick].sum(1, keepdim=True), case=f"half{i:02}") for i, v in enumerate(x.view(32, 2, 4))]
-
-    def prepare(self, batch, seed, step): return dict(x=batch["x"].flatten(0, 1), y=batch["y"].flatten(0, 1), case=[c for c in batch["case"] for _ in range(batch["x"].shape[1])])
+        return [dict(x=v, y=v.sum(0, keepdim=True), case=f"half{i:02}") for i, v in enumerate(x)]
 
 
 PLANS = {
@@ -53,8 +49,8 @@ def rank(number, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
     for i, name in enumerate(PLANS):
         more = {"for good": dict(escalate_after=3), "by time": dict(save_every=0, save_minutes=2 - number, keep=9)}.get(name, {})
-        knobs = dict(save_every=3, precision="fp16" if name == "half precision" else "fp32", clip_by_loss=True) | more
-        with trainer(f"{folder}/{i}.{number}", Half(half=number), **knobs) as t, faults.plant(t, *PLANS[name].get(number, list)()):
+        knobs = dict(save_every=3, precision="fp16" if name == "half precision" else "fp32", clip_by_loss=True, gradient_accumulation_steps=2) | more
+        with trainer(f"{folder}/{i}.{number}", Half(), **knobs) as t, faults.plant(t, *PLANS[name].get(number, list)()):
             if name == "by time": t.saver.clock = lambda: (0.0, 20.0)[number] * t.iteration
             try: t.fit(STEPS, progress=False)
             except (RunFailed, KeyboardInterrupt) as e: print(name, type(e).__name__, e, file=sys.stderr)
@@ -93,7 +89,7 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     if name == "for good": assert all("went back from step 10 to 3" in " ".join(events(r, "recovery_action")) for r in runs), "the newest that both keep: one of them could not write that of step 6"
     if name == "by time": assert [[c["step"] for c in Run(r).checkpoints()] for r in runs] == [[3, 6, 9, 12]] * 2, "rank 1 alone is late, rank 0 has a clock that stands still"
     if name in ("no_step_taken", "one sample"):
-        with trainer(tmp_path / "one", Half(), clip_by_loss=True) as t, faults.plant(t, *PLANS[name].get(0, list)()):
+        with trainer(tmp_path / "one", Half(), clip_by_loss=True, gradient_accumulation_steps=2) as t, faults.plant(t, *PLANS[name].get(0, list)()):
             t.fit(STEPS, progress=False)
             assert torch.allclose(torch.cat([p.detach().flatten() for p in t.model.parameters()]), torch.tensor(a["weights"]), atol=1e-6), "one process that sees all samples ends there too"
     if name == "one sample": assert sum(Run(runs[0]).metrics("dropped")["dropped"].value) == 1 and a["taken"] == STEPS
