@@ -102,9 +102,11 @@ def _alike(a, b):
 
 
 def _refuse_other_plan(a):
-    "Raise `UserError` for options that differ from the plan of the proof that is to go on."
+    "Raise `UserError` for options that differ from the plan of the proof that is to go on, and beside another proof."
     from medlab.prove.proof import Proof
+    from medlab.prove.start import refuse_second
     proof = Proof(a.run)
+    with open_run(proof.parent) as run: refuse_second(run, proof.name)
     asked, has = _plan(a) | (dict(fixes=list(a.fixes)) if a.fixes else {}), _settled(proof.plan)
     proof.close()
     other = [k for k, v in asked.items() if not _alike(v, has[k])]

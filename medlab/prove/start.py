@@ -27,10 +27,11 @@ from ..run.store import Store
 # %% ../../nbs/prove/06_start.ipynb #d7a7b61b
 def refuse_second(
     run:Run,
+    but:str="",  # name of the proof that asks
 ):
-    "Raise `UserError` where a proof of the run is being made."
+    "Raise `UserError` where another proof of the run is being made."
     for p in proofs_of(run):
-        going = p.state in GOING or is_live(p.path)
+        going = p.name != but and (p.state in GOING or is_live(p.path))
         p.close()
         if going: raise UserError(f"a proof of {run.name} is being made, {p.name}; wait for it, or stop it: "
             f"Proof({str(p.path)!r}).stop(), or Ctrl-C of its command")

@@ -224,6 +224,19 @@ def test_two_at_once(tmp_path):
     assert len(proofs) == rounds and {p.state for p in proofs} == {"done"}
 
 
+def test_one_does_not_go_on_beside_another(tmp_path, capsys):
+    "It is told which one is being made; once that is done it goes on."
+    run = trained(tmp_path / "first")
+    first, second = (new_proof(run, knobs=dict(lr=lr), pairs=7, aa=6, steps=40, scores=False, draws=1) for lr in (1e-5, 2e-5))
+    process = proving(second.path)
+    until(lambda: second.results, 120)
+    assert main(["prove", str(first.path)]) == 2 and f"a proof of first is being made, {second.name}; wait for it" in capsys.readouterr().err
+    assert not first.results
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert main(["prove", str(first.path)]) == 0 and first.state == "done"
+
+
 @pytest.mark.parametrize("command", ["fork PROOF --run OUT", "evaluate PROOF", "export PROOF OUT", "notebook PROOF OUT.ipynb", "train --resume PROOF",
     "predict PROOF RUN OUT", "compare PROOF RUN"])
 def test_a_proof_is_no_run(tmp_path, capsys, command):
