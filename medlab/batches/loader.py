@@ -20,9 +20,11 @@ from .loading import Collated, Fault, First, Guarded, HeldOut, OneSize, collate,
 from .processes import HUNG, START, UNBORN, at_once, ended, oom_kills, process_loader, refuse_unsent, starved, within
 from .quarantine import Quarantine
 from .sampler import ResumableSampler
+from ..cache.folder import named_folder
 from ..contracts.batch import Batch, StepBatch
 from ..contracts.state import KnobBinding
 from ..core import RunFailed, UserError, at_line, derive_seed
+from ..intake.opened import limits
 from ..memory.oom import Shortage, is_oom, shortage_of
 from ..memory.usage import Memory
 
@@ -54,6 +56,7 @@ class BatchLoader:
         report=lambda *a, **k: None,  # function of an event: (kind, text, level, iteration, **data)
         replicas=None,  # `Replicas` that divide the micro-batches of a step; None: all of them are this process's
     ):
+        limits(), named_folder()  # settings of the machine are refused here, or each sample would be blamed for them
         self.recipe, self.device, self.knobs = recipe, device, knobs
         self.ranks, self.rank = (replicas.size, replicas.rank) if replicas else (1, 0)
         self.quarantine, self.report, self.memory = quarantine, report, Memory(device)

@@ -65,11 +65,9 @@ CHEAP = 0.5  # s of a forward pass, up to which a case is scored too
 
 def try_batch(
     trainer:Trainer,
-    batch,  # the first `StepBatch`
+    batch,  # the first `StepBatch` that holds a sample
 ) -> tuple:  # (lines to be said, seconds of the forward pass)
     "Compute the losses of the first batch; raises what the first step would raise there."
-    lines = [f"left out of the first batch: {f.case}: {f.reason}" for f in batch.faults]
-    if not batch.micro_batches: return [*lines, "no sample of the first batch is left; the step would be skipped"], 0.0
     micro, start = batch.micro_batches[0], time.perf_counter()
     try: losses = trainer.step.forward(1, 0, micro)  # with its graph, for a loss that depends on no weight is refused
     except Exception as e:
@@ -77,7 +75,7 @@ def try_batch(
         raise
     loss, seconds = losses["loss"].mean().item(), time.perf_counter() - start
     shapes = ", ".join(f"{k} {'×'.join(map(str, v.shape))}" for k, v in micro.tensors.items())
-    return [*lines, f"first batch: {shapes}", f"loss before training {loss:.4g}, forward pass {seconds:.2g} s"], seconds
+    return [f"first batch: {shapes}", f"loss before training {loss:.4g}, forward pass {seconds:.2g} s"], seconds
 
 # %% ../../nbs/cli/05_check.ipynb #3dc2c6b7
 def try_score(
@@ -189,12 +187,20 @@ def write_report(
         say(f"{path}: {'a page with' if kind == 'html' else 'a table of'} {len(report.checks):,} cases")
 
 
-def _first_batch(trainer, read):
-    "The first batch; where the data do not give one, every sample is read before that is raised."
-    try: return trainer.batches.next(1)
-    except UserError:
-        read()
-        raise
+def _first_batch(trainer, read, say):
+    """The first batch that holds a sample; raises where training would end for want of one. Where the data do not give
+    a batch, every sample is read before that is raised."""
+    most = trainer.knobs.max_first_skips or trainer.knobs.max_skips
+    for step in range(1, most + 1):
+        try: batch = trainer.batches.next(step)
+        except UserError:
+            read()
+            raise
+        for f in batch.faults: say(f"left out of the first batch: {f.case}: {f.reason}")
+        if batch.micro_batches: return batch
+        say(f"no sample of the batch is left; step {step} would be skipped")
+    raise UserError(f"no sample of the first {most} batches can be used, for the reasons above, and training ends "
+        f"after {most} steps without one; mend the data, or leave those cases out")
 
 # %% ../../nbs/cli/05_check.ipynb #e3657d83
 def _in_report(report):
@@ -241,7 +247,7 @@ def rehearse(
             describe(trainer)
             write_report(_with_cohort(report, trainer.info, trainer.proof), files or {}, recipe, lambda text: None)
             read = lambda: report is None and not_ours(recipe) and read_samples(trainer, minutes, say)
-            try: lines, seconds = try_batch(trainer, _first_batch(trainer, read))
+            try: lines, seconds = try_batch(trainer, _first_batch(trainer, read, say))
             except Exception as e:
                 with_own_line(e)
                 raise
