@@ -587,7 +587,7 @@ def one_folder(
 def _run_line(run):
     "Name, recipe, state, step and last losses of a run."
     loss = run.metrics("loss", start=run.step - 19)["loss"].value if "loss" in run.names() else []
-    line = printable(f"{run.name:24} {run.meta.get('recipe', ['', '?'])[1]:12} {run.state:8} step {run.step:>8}")
+    line = printable(f"{run.name:24} {(run.meta.get('recipe') or ('', '?'))[1]:12} {run.state:8} step {run.step:>8}")
     if not len(loss): return line
     mean = f", mean of the last {len(loss)} steps {sum(loss) / len(loss):.4g}" if len(loss) > 1 else ""
     return f"{line}  loss {loss[-1]:.4g}{mean}"

@@ -156,7 +156,8 @@ def _exists(process):
 def _refuse_recipe(meta):
     """Raise where a recipe is stored that is not the name of its module, that of its class, and its configuration; a
     run that no recipe made has none."""
-    module, name, config = meta.get("recipe") or ("", "", {})
+    if meta.get("recipe") is None: return
+    module, name, config = meta["recipe"]  # also of an empty list, or text
     if (type(module), type(name), type(config)) != (str, str, dict): raise TypeError(f"recipe {meta['recipe']!r}")
 
 
@@ -347,7 +348,7 @@ def _summed(self:Run, points):
         loss = float(last[-1]) if len(last) else None
     best = meta.get("best")
     best = best and f"{best['metric']} {best['value']:.4g} at {best['step']:,}"
-    return dict(name=self.name, recipe=meta.get("recipe", ("", "?"))[1], step=self.step, target=meta.get("target"),
+    return dict(name=self.name, recipe=(meta.get("recipe") or ("", "?"))[1], step=self.step, target=meta.get("target"),
         best=best, loss=None if loss is None else f"{loss:.4g}", bad=loss is not None and not math.isfinite(loss),
         line=line, marks=marks)
 

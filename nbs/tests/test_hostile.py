@@ -19,7 +19,7 @@ from generator import SHAPE, dicom, dicom_bytes, make  # noqa: E402
 
 FILES = int(os.environ.get("MEDLAB_FUZZ", 400))  # 10,000 on request
 FOUND = {478: "path: up", 533: "run: recipe", 789: "run: recipe", 1131: "path: long", 2019: "run: recipe", 3574: "tiff volume: cut, LZW",
-    6193: "tiff: flip", 6308: "dicom: tags", 7621: "dicom: block", 8044: "dicom: tags", 8670: "run: recipe"}  # seeds that once ended badly
+    6193: "tiff: flip", 6308: "dicom: tags", 7621: "dicom: block", 7818: "run: recipe", 8044: "dicom: tags", 8670: "run: recipe"}  # seeds that once ended badly
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the reading process watches itself through /proc")
