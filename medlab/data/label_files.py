@@ -193,12 +193,20 @@ def _entry(path, i, row):
     return LabelledCase(name, tuple(images), label, split, patient, _list_fault(images, label))
 
 # %% ../../nbs/data/11_label_files.ipynb #10dba7dd
+def _undivided(rows):
+    "Entries whose split is left blank, where it is not of all."
+    splits = {i: str(r["split"] or "").strip() for i, r in enumerate(rows, 1) if isinstance(r, dict) and "split" in r}
+    return [i for i, s in splits.items() if not s] if any(splits.values()) else []
+
+
 def _entries(path, rows):
     "The rows of a list as cases; raises `UserError` with the mistakes of all rows."
     cases, wrong = [], []
     for i, row in enumerate(rows, 1):
         try: cases.append(_entry(path, i, row))
         except UserError as e: wrong.append(e)
+    for i in _undivided(rows):
+        wrong.append(UserError(f"{path}: entry {i} has no split, though others have; write {', '.join(SPLITS)} there"))
     texts = list(dict.fromkeys(map(str, wrong)))
     if not wrong: return cases
     if len(texts) == 1: raise wrong[0]
