@@ -267,7 +267,7 @@ def _refuse_frame(path, frame, volumes, positions):
     if frame is None and volumes > 1:
         raise UserError(f"{path}: holds {volumes} volumes: {volumes} images at each of {positions} "
                         f"position{'s' * (positions > 1)} (times, echoes or directions); give one, frame=0 to "
-                        f"frame={volumes - 1}")
+                        f"frame={volumes - 1} (of a recipe: --dicom frame=0)")
     if not 0 <= (frame or 0) < volumes:
         to = f" to frame={volumes - 1}" * (volumes > 1)
         raise UserError(f"{path}: has no frame {frame}; it holds {volumes} volume{'s' * (volumes > 1)}: frame=0{to}")
@@ -627,11 +627,11 @@ def read_dicom(
     fill:float=None,  # of voxels that no slice measured, where it resamples; None: see `DicomOptions`
 ) -> Volume:  # float32 (z, y, x), RescaleSlope and RescaleIntercept applied
     "Read one DICOM series, classic or Enhanced, as a volume; raises `UserError` for what is none."
-    path, options = Path(path), DicomOptions(upright, regular, stack, fill)
+    path, options = Path(path), DicomOptions(upright, regular, stack, fill, frame)
     with reading(path):
         headers, others = _headers(path)
         slices, first = _chosen(path, headers, series, options.stack)
-        slices, volumes = _sort(path, slices, frame)
+        slices, volumes = _sort(path, slices, options.frame)
         placed = _grid_of(path, slices, options)
         data, more = _fill(slices, canonical)
         if finite: _refuse_nonfinite(path, data.T)

@@ -23,6 +23,7 @@ class DicomOptions:
     stack:str = ""  # name of one of several stacks, as an error lists them; not needed in a series of one; "": that
     fill:float = None  # of voxels that no slice measured; None: the series' padding, or else its lowest value, of CT
                        # air (-1000 HU) where that is higher
+    frame:int = None  # which volume, from 0, of several at each position (times, echoes); None: refuse several
 
     def __post_init__(self):
         r = self.regular
@@ -30,9 +31,12 @@ class DicomOptions:
             raise UserError(f"regular={r!r} must be True, or a distance in mm above 0")
         if self.fill is not None and not math.isfinite(self.fill):
             raise UserError(f"fill={self.fill!r} must be a finite number, such as -1000")
+        if self.frame is not None and not (isinstance(self.frame, int) and self.frame >= 0):
+            raise UserError(f"frame={self.frame!r} must be a whole number from 0")
 
     def __str__(self):
-        given = {k: v for k, v in asdict(self).items() if v not in (None, False, "")  or k == "fill" and v == 0}
+        chosen = lambda k, v: v not in (None, False, "") or k in ("fill", "frame") and v == 0
+        given = {k: v for k, v in asdict(self).items() if chosen(k, v)}
         return ", ".join(k if v is True else f"{k}={v}" for k, v in given.items())
 
 # %% ../../nbs/geometry/04_options.ipynb #7254525e
@@ -41,6 +45,7 @@ def _value(name, text):
     if name == "stack": return text or ""
     if text is None or name in ("upright", "regular") and text.lower() == "true":
         return True if name in ("upright", "regular") else math.nan
+    if name == "frame" and str(text).isdecimal(): return int(text)
     if name == "upright": raise UserError(f"upright={text} takes no value; write upright, or leave it out")
     try: return float(text)
     except ValueError: raise UserError(f"{name}={text} must be a number, such as {name}=2.5") from None
