@@ -83,7 +83,11 @@ def try_score(
     seconds:float,  # of a forward pass
 ) -> list:  # lines to be said
     "Score a held-out case where that is cheap; raises what the first validation would raise."
-    if not trainer.validation.possible: return ["no validation: no case is held out, or the recipe has no score()"]
+    if not trainer.validation.possible:
+        split = trainer.recipe.split
+        held = split is not None and [*split.val, *split.test]
+        return [f"no validation: {type(trainer.recipe).__name__} has no score()" if held else
+            "no validation: no case is held out for it"]
     if seconds > CHEAP: return [f"no case was scored here, since a forward pass takes {seconds:.2g} s"]
     start = time.perf_counter()
     with torch.random.fork_rng(devices=[]): table = trainer.evaluate(1)
