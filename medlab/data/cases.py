@@ -129,7 +129,7 @@ def _check_names(names):
 # %% ../../nbs/data/04_cases.ipynb #1a77c44c
 def _folders(root):
     "(folder, its files) below a root, sorted; hidden ones are left out. Raises `UserError` beyond the limits."
-    seen, count = set(), 0
+    seen, count = {*map(str, Path(os.path.realpath(root)).parents)}, 0  # a link to one of these leads round in a loop
     for folder, below, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen: below.clear(); continue

@@ -6,6 +6,7 @@
 __all__ = ['FOLDERS', 'SPLITS', 'LabelledCase', 'LabelledPhantom', 'Found', 'find_labelled']
 
 # %% ../../nbs/data/11_label_files.ipynb #2dfbce3f
+import glob
 import os
 import re
 from collections import Counter
@@ -19,8 +20,8 @@ from ..core import UnknownName, UserError
 from ..geometry.options import DicomOptions
 from ..intake.opened import lies_there
 from ..intake.texts import read_csv, read_json
-from .cases import phantom_name
-from .dicom import is_dicom
+from .cases import _folders, phantom_name
+from .dicom import NAMED, is_dicom
 from .images import NIFTI, file_stem, is_volume, read_scan
 from .volume import Volume, read_volume
 from ..phantoms import brain
@@ -101,12 +102,23 @@ class Found:
 
 
 # %% ../../nbs/data/11_label_files.ipynb #bd1094f3
+def _holds_dicom(files):
+    "Whether one of the files is DICOM, or cannot be opened and is called so."
+    def seen(p):
+        try: return p.is_file() and not is_volume(p) and is_dicom(p)
+        except UserError: return p.suffix.lower() in NAMED
+    return any(map(seen, files))
+
+
 def _volumes(folder):
-    "stem → paths of the volumes in a folder, also of what is no ordinary file; hidden ones are left out."
+    "stem → paths of volumes and of folders of DICOM below a folder, also of what is no ordinary file."
     found = {}
-    for p in sorted(folder.iterdir()):
-        if not p.is_dir() and is_volume(p) and not p.name.startswith("."): found.setdefault(file_stem(p), []).append(p)
+    for here, files in _folders(folder):
+        volumes = [p for p in files if is_volume(p)]
+        if here != folder and (_holds_dicom(files) or is_volume(here) and not volumes): volumes.append(here)
+        for p in volumes: found.setdefault((p.parent.relative_to(folder) / file_stem(p)).as_posix(), []).append(p)
     return found
+
 
 # %% ../../nbs/data/11_label_files.ipynb #396c175b
 def _channel(stem, labelled, every):
@@ -118,38 +130,78 @@ def _channel(stem, labelled, every):
 # %% ../../nbs/data/11_label_files.ipynb #0fc45892
 def _channels(stems, labelled):
     "case → {channel: stem}"
-    cases, every = {}, all(re.search(r"_\d{4}$", s) for s in stems)
+    cases, odd = {}, {os.path.dirname(s) for s in stems if not re.search(r"_\d{4}$", s)}
     for s in stems:
-        name, channel = _channel(s, labelled, every)
+        name, channel = _channel(s, labelled, os.path.dirname(s) not in odd)
         cases.setdefault(name, {})[channel] = s
     return cases
 
 # %% ../../nbs/data/11_label_files.ipynb #50fe26b5
-def _fault(name, channels, images, label, wanted):
+_WANTED = "an image is one NIfTI file or the folder of one DICOM series"
+
+
+def _no_image(label, images, stem):
+    "What is said of a mask without an image, by what lies at the image's place."
+    folder = images / stem
+    files = [p for p in sorted(images.glob(f"{glob.escape(stem)}.*")) if not is_volume(p) and p.suffix != ".json"]
+    near = f"{images.name}/{stem} is a folder without DICOM files in it" if folder.is_dir() else \
+        f"{images.name}/{files[0].relative_to(images).as_posix()} is none" if files else ""
+    why = f": {near}, and {_WANTED}; convert it with dcm2niix or nibabel, or" if near else "; add it or"
+    return f"the label {label} has no image of that name{why} remove the file"
+
+
+
+# %% ../../nbs/data/11_label_files.ipynb #82ea996d
+def _fault(channels, images, label, wanted):
     "Why files are no case, or an empty text."
     twice = [p for s in channels.values() for p in images[s][1:]] + label[1:]
-    if not channels: return f"the label {label[0].name} has no image of that name; add it or remove the file"
     if twice: return f"several files of one name, such as {twice[0].name}; keep one"
     if sorted(channels) != [*range(len(channels))]:
         there = ", ".join(f"{c:04}" for c in sorted(channels))
         return f"has the channels {there}; they are numbered from 0000 without gaps"
     if wanted and not label:
-        return f"the image {images[channels[0]][0].name} has no label of that name; add it or remove the file"
-    return ""
+        stem, name = channels[0], images[channels[0]][0].name
+        return f"the image {_beside(stem, name)} has no label of that name; add it or remove the file"
+    return _mask_fault(label[0]) if label else ""
+
+
+def _mask_fault(label):
+    "Why a mask that is there is none, or an empty text."
+    if not label.is_dir(): return ""
+    return f"the label {label.name} is a folder; a mask is one NIfTI file: write it as {file_stem(label)}.nii.gz"
+
+
+def _beside(stem, name): return "/".join((*stem.split("/")[:-1], name))
+
 
 # %% ../../nbs/data/11_label_files.ipynb #37c5a6c6
+def _loose(images):
+    "A case at fault for DICOM files that lie in the folder of images itself; none where there are none."
+    loose = [p for p in sorted(images.iterdir()) if not p.name.startswith(".") and _holds_dicom([p])]
+    if loose: yield LabelledCase(images.name, (), fault=f"DICOM files lie loose in {images.name}/ ({len(loose)}, such "
+        f"as {loose[0].name}) and are not read; put each series into a folder of its own, called as its label")
+
+
+def _case_of(stem, channels, files, label, images, labels):
+    "The files of one stem as a case."
+    if channels: fault = _fault(channels, files, label, labels)
+    else: fault = _no_image(_beside(stem, label[0].name), images, stem)
+    paths = tuple(files[channels[c]][0] for c in sorted(channels))
+    return LabelledCase(stem.replace("/", "_"), paths, label[0] if label else None, fault=fault)
+
+
 def _in_folders(images, labels):
     "The cases in a folder of images and one of masks, or None for none."
     if labels and not labels.is_dir():
         raise UserError(f"{images.parent} holds {images.name}/ but not {labels.name}/; add the masks, or give the "
                         f"folder {images.name} itself to predict")
     files, masks = _volumes(images), _volumes(labels) if labels else {}
+    if labels: yield from _loose(images)
+    else: files = {s: p for s, p in files.items() if not re.match("labels(T[rs])?/", s)}
     cases = _channels(files, masks)
-    for name in sorted(cases.keys() | masks.keys()):
-        channels, label = cases.get(name, {}), masks.get(name, [])
-        paths = tuple(files[channels[c]][0] for c in sorted(channels))
-        fault = _fault(name, channels, files, label, labels)
-        yield LabelledCase(name, paths, label[0] if label else None, fault=fault)
+    for stem in sorted(cases.keys() | masks.keys()):
+        yield _case_of(stem, cases.get(stem, {}), files, masks.get(stem, []), images, labels)
+
 
 # %% ../../nbs/data/11_label_files.ipynb #0d03523d
 SPLITS = ("train", "val", "test")
@@ -175,9 +227,9 @@ def _refuse_row(path, i, row):
 # %% ../../nbs/data/11_label_files.ipynb #1b5e41ed
 def _list_fault(images, label):
     "Why an entry of a list is no case, or an empty text."
-    gone = [f"{p.parent.name}/{p.name}" for p in (*images, *([label] if label else [])) if not p.is_file()]
+    gone = [f"{p.parent.name}/{p.name}" for p in (*images, *([label] if label else [])) if not os.path.exists(p)]
     if gone: return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not there; restore or remove the entry"
-    return "" if label else "has no label in the list"
+    return _mask_fault(label) if label else "has no label in the list"
 
 
 def _entry(path, i, row):
@@ -262,8 +314,9 @@ def _pair(root): return next(((root / a, root / b) for a, b in FOLDERS if (root 
 def _is_scan(root):
     "Whether a path is one volume, or the folder of one DICOM series."
     if root.is_file(): return is_volume(root) or is_dicom(root)
-    if _pair(root) or (root / "dataset.json").exists() or _volumes(root): return False
-    return any(p.is_file() and is_dicom(p) for p in root.iterdir())
+    if _pair(root) or (root / "dataset.json").exists(): return False
+    here = [p for p in root.iterdir() if not p.name.startswith(".") and p.is_file()]
+    return not any(map(is_volume, here)) and _holds_dicom(here)
 
 
 def _list_at(root):
@@ -287,7 +340,8 @@ def _cases_at(root):
 # %% ../../nbs/data/11_label_files.ipynb #bf2ad9f6
 def _refuse_twice(root, cases):
     "Raise where two cases have one name."
-    first = {}
+    first, listed = {}, root.is_file() or _list_at(root)
+    remedy = "; name them in the column case" if listed else ", once '/' is '_'; rename one"
     for c in cases:
         a = first.setdefault(c.name, c)
         if a is c: continue
@@ -295,7 +349,7 @@ def _refuse_twice(root, cases):
         if a.images == c.images and sides[0] != sides[1]:
             raise UserError(f"{root}: {c.images[0].name} stands in {sides[0]} and in {sides[1]}: its score would be "
                 "that of a scan that was trained on; leave it on one side")
-        raise UserError(f"{root}: {c.name!r} is the name of two cases; name them in the column case")
+        raise UserError(f"{root}: {c.name!r} is the name of two cases{remedy}")
 
 # %% ../../nbs/data/11_label_files.ipynb #c5336a08
 def find_labelled(

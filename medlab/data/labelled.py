@@ -161,7 +161,8 @@ def _inspect_images(check, images, intensity, label):
 # %% ../../nbs/data/12_labelled.ipynb #129e0564
 def _inspect_label(check, label, resample, table):
     "The ids of a mask with their voxels; raises `UserError` where there is none, or it holds what is no label."
-    if label is None: raise UserError("has no label, so it can be predicted but not be learned from")
+    if label is None: raise UserError("has no label, so it can be predicted but not be learned from; masks lie in "
+        "labels/ beside images/, under the same names")
     known = np.maximum(label.data, 0)  # −1 is what a moved mask did not reach
     ids = label_ids(known)
     if table is not None: table.encode(known)

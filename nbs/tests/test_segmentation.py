@@ -214,6 +214,36 @@ def test_workers_load_the_same_patches(tmp_path):
     assert torch.equal(*made)
 
 
+def test_cases_in_folders_are_read_and_told(tmp_path):
+    "Visits in folders and a DICOM series are cases as others, joined to their patients; what lacks its half is named, in check and in train."
+    for i, name in enumerate(("P1", "P2", "baseline/P3", "followup/P3", "sub-07/ses-1/anat/x", "lonely/P4")):
+        image, ids = case(2 * i)
+        put(tmp_path / f"images/{name}.nii.gz", image)
+        if name != "lonely/P4": put(tmp_path / f"labels/{name}.nii.gz", ids)
+        else: put(tmp_path / "labels/alone/P5.nii.gz", ids)
+    series = tmp_path / "images/scan"
+    write_series(Volume(case(20)[0].transpose(2, 1, 0), np.diag([1.0, 1, 2, 1]), "thin"), series)
+    put(tmp_path / "labels/scan.nii.gz", case(20)[1], np.diag([1.0, 1, 2, 1])), put(tmp_path / "labels/other.nii.gz", case(2)[1])
+    (tmp_path / "images/other").mkdir(), (tmp_path / "images/up").symlink_to(tmp_path)
+    (tmp_path / "images/loose.dcm").write_bytes(sorted(series.iterdir())[0].read_bytes())
+    status, out, err = said("check", tmp_path, "--recipe", "segmentation", *TINY)
+    told = dict(images="DICOM files lie loose in images/ (1, such as loose.dcm)", lonely_P4="the image lonely/P4.nii.gz has no label", alone_P5="the label alone/P5.nii.gz has no image",
+        other="images/other is a folder without DICOM files in it, and an image is one NIfTI file or the folder of one DICOM series; convert it with dcm2niix")
+    assert status == 0 and "10 cases: 6 sound, 4 in quarantine" in out and all(w in out for w in told.values()), (out, err)
+    assert "5 patients, 6 scans" in out and "P3 of baseline_P3 and followup_P3" in out
+    status, out, err = said("train", "segmentation", *TINY, "--data-root", tmp_path, "--run", tmp_path / "run", "--steps", 1)
+    assert status == 0, (out, err)
+    for name, words in told.items(): assert any(l.startswith(f"medlab: warning: {name} is left out: ") and words in l for l in err.splitlines()), err
+
+
+def test_a_list_names_a_series_by_its_folder(tmp_path):
+    write_series(Volume(case(2)[0].transpose(2, 1, 0), np.diag([1.0, 1, 2, 1]), "thin"), tmp_path / "images/a")
+    put(tmp_path / "labels/a.nii.gz", case(2)[1], np.diag([1.0, 1, 2, 1]))
+    (tmp_path / "l.csv").write_text("image,label\nimages/a,labels/a.nii.gz\nimages,labels\n")
+    status, out, err = said("check", tmp_path / "l.csv", "--recipe", "segmentation", *TINY)
+    assert status == 0 and "2 cases: 1 sound, 1 in quarantine" in out and "the label labels is a folder; a mask is one NIfTI file" in out, (out, err)
+
+
 def test_a_list_makes_the_split_and_names_the_labels(tmp_path):
     for i in range(4):
         image, ids = case(i)
