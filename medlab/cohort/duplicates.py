@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['FORM', 'SCALED', 'MIRROR', 'LINKS', 'FEW', 'COMMON', 'SHARE', 'BY_DESIGN', 'Copies', 'find_copies', 'joined',
-           'Cohort', 'cohort_of']
+           'by_folders', 'Cohort', 'cohort_of']
 
 # %% ../../nbs/cohort/02_duplicates.ipynb #6f54d693
+import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 
 from .fingerprint import CELLS, FLAT, Fingerprint, form_vector, mark_numbers
-from .identity import Patients, patients_of
+from .identity import Patients, below_groups, patients_of
 
 # %% ../../nbs/cohort/02_duplicates.ipynb #68008e5a
 FORM, SCALED = 0.975, 0.9995  # least correlation of two forms: of copies; of those that nothing but a scale tells apart
@@ -238,6 +240,24 @@ def joined(
     return replace(patients, of={n: root.get(p, p) for n, p in patients.of.items()},
         rules=patients.rules | dict.fromkeys(moved, "copies"))
 
+# %% ../../nbs/cohort/02_duplicates.ipynb #058ec241
+_BY_PLACE = "name", "visits", "folder", "BIDS"  # rules that know nothing but names
+
+
+def by_folders(
+    patients:Patients,
+    cases,  # with name, and files by part where they lie in some
+) -> Patients:
+    "The same patients, with what they are called below folders that hold patients."
+    files = {c.name: getattr(c, "files", None) for c in cases if c.name in patients.of}
+    paths = {n: next(iter(f.values())) for n, f in files.items() if f}
+    if not paths: return patients
+    root = os.path.commonpath([os.path.abspath(p.parent) for p in paths.values()])
+    inside = lambda p: Path(os.path.abspath(p)).relative_to(root)
+    parts = {n: (*inside(p).parts[:-1], p.name.split(".")[0]) for n, p in paths.items()}
+    own = {n: f for n, ps in parts.items() if patients.rules[n] in _BY_PLACE and (f := below_groups(ps))}
+    return replace(patients, own=own, rules=patients.rules | {n: "folder" for n in own if patients.rules[n] == "name"})
+
 # %% ../../nbs/cohort/02_duplicates.ipynb #1cff0617
 @dataclass
 class Cohort:
@@ -255,7 +275,9 @@ def cohort_of(
     checks=(),  # what an inspection found, with `case` and `prints`; other cases than those named do not count
 ) -> Cohort:
     "Find out whose scans they are; raises what `patients_of` raises."
-    named = patients_of(names, rule, known)
+    cases = [c.case for c in checks if hasattr(c, "case")]
+    by = {c.name: c.patient_by for c in cases if getattr(c, "patient_by", "")}
+    named = by_folders(patients_of(names, rule, known, by), cases)
     prints = {c.case.name: c.prints for c in checks if c.case.name in named.of and getattr(c, "prints", None)}
     copies = find_copies(prints)
     return Cohort(named, prints, copies, joined(named, copies))

@@ -10,7 +10,7 @@ import os
 import re
 import unicodedata
 
-from .identity import Patients
+from .identity import Patients, without_visit
 
 # %% ../../nbs/cohort/04_lookalikes.ipynb #0ad302f1
 _WORDS = "kopie|kopia|copia|copie|duplicate|backup|bak|old|new|alt|neu|orig|original|final|fixed|edited"
@@ -54,6 +54,15 @@ def _groups(names):
     return [g for s, g in found.items() if len(g) > 1 and s]
 
 # %% ../../nbs/cohort/04_lookalikes.ipynb #75b33bd6
+def _same_below(patients, scans):
+    "Lists of patients who have one name below different folders."
+    found = {}
+    for p, names in scans.items():
+        for n in [n for n in names if n in patients.own][:1]:
+            found.setdefault(without_visit(patients.own[n][1]).casefold(), []).append(p)
+    return [g for g in found.values() if len(g) > 1]
+
+
 def _rule(group):
     "The expression that joins names of one beginning that ends in a number; \"\": there is none."
     first = os.path.commonprefix(group).rstrip("-_. ")
@@ -61,21 +70,46 @@ def _rule(group):
     return re.sub(r"\d+", r"\\d+", re.escape(first))
 
 
+def _rules(patients, names):
+    "(expression that joins cases by what they are called below folders, one that parts them); \"\": there is none."
+    own = {n: patients.own[n][1] for n in names}
+    tried = {re.sub(r"\d+", r"\\d+", re.escape(without_visit(o))) for o in own.values()}
+    if len(tried) != 1: return "", ""
+    found = lambda rule, n: (m := re.search(rule, n)) and (m[1] if m.re.groups else m[0])
+    one = tried.pop()
+    join = (r for r in (one, f"_({one})") if all(found(r, n) == without_visit(own[n]) for n in names))
+    same = lambda r: len({*patients.of.values()}) == len({found(r, n) for n in patients.of}) == len(
+        {(found(r, n), p) for n, p in patients.of.items()})
+    part = (r for r in (f".*?{one}|.*", f".*{one}|.*") if same(r))
+    return next(join, ""), next(part, "")
+
+
+def _listed(names):
+    "Names as text, of many the first three."
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) <= 4 else (
+        f"{', '.join(names[:3])} and {len(names) - 3} more")
+
+
 def look_alikes(
     patients:Patients,
     most:int=5,  # groups that are named, ≥ 1
 ) -> list:  # a sentence, or none
-    "Name the patients whose names are spelled alike; those that a rule of one's own found are what they are."
+    "Name the patients whose names are alike, or the same below different folders; a rule of one's own is believed."
     own, scans = {n for n, r in patients.rules.items() if r.startswith("'")}, {}
     for n, p in patients.of.items():
         if n not in own: scans.setdefault(p, []).append(n)
-    if not (groups := _groups(scans)): return []
-    called = lambda g: [scans[p][0] if len(scans[p]) == 1 else p for p in g]  # of one scan as its user wrote it
-    join = lambda g: f"{', '.join(g[:-1])} and {g[-1]}" if len(g) <= 4 else f"{', '.join(g[:3])} and {len(g) - 3} more"
+    below, alike = _same_below(patients, scans), _groups(scans)
+    groups = below + [g for g in alike if not any({*g} <= {*b} for b in below)]
+    if not groups: return []
+    place = lambda n: "/".join((*patients.own[n][0], patients.own[n][1])) if n in patients.own else ""
+    whole = lambda p: next(filter(None, map(place, scans[p])), "")
+    called = lambda p: whole(p) or (scans[p][0] if len(scans[p]) == 1 else p)  # as its user wrote it
     more = f"; and {len(groups) - most:,} more such groups" * (len(groups) > most)
-    named = "; ".join(join(called(g)) for g in groups[:most]) + more
-    rule = next(filter(None, map(_rule, groups)), "P\\d+")
-    rule += "|.*" * any(re.search(rule, n) is None for n in patients.of)
+    named = "; ".join(_listed([*map(called, g)]) for g in groups[:most]) + more
+    joins, parts = _rules(patients, [n for g in below for p in g for n in scans[p] if n in patients.own])
+    rule = joins or next(filter(None, map(_rule, groups)), "P\\d+")
+    rest = "|.*" * any(re.search(rule, n) is None for n in patients.of)
+    apart = f"'{parts}' keeps them apart without this line" if parts else "nothing is to be done"
     return [f"look alike and count as different patients: {named}. Where they are one, say so by --patient-rule, an "
-        f"expression of what they share such as '{rule}', or by a list with a column patient; where they are not, "
-        "nothing is to be done"]
+        f"expression of what they share such as '{rule}{rest}', or by a list with a column patient; where they are "
+        f"not, {apart}"]

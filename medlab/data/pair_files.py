@@ -31,6 +31,7 @@ class FilePair:
     blur:Path = None  # None: to be made from the sharp one
     depth:Path = None  # None: there is none
     fault:str = ""  # why it cannot be used whatever its files hold; "": nothing known
+    patient_by = "folder"  # what says whose it is where its name does not: the folders train, val and test do not
 
     @property
     def files(self) -> dict:

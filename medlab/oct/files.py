@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from pydicom.uid import UID
 
 from ..cohort.fingerprint import fingerprint
-from ..cohort.identity import patient_of, without_visit
+from ..cohort.identity import below_groups, patient_of, without_visit
 from ..core import UnknownName, UserError
 from ..data.cases import Check, _folders, _rename_doubles, inspect_each
 from ..data.dicom import NAMED, is_dicom
@@ -48,6 +48,7 @@ class OCTCase:
     manufacturer:str = "unknown"  # its domain
     spacing:tuple = None  # (z, y, x) mm, where a list tells it; None: as the file says
     index:int = 0  # which volume of a vendor's file
+    patient_by:str = "given"  # what says whose it is: "header", "folder", "name", or "given" by a list
     fault:str = ""  # why it cannot be used whatever its files hold; "": nothing known
     notes:tuple = ()  # how it was found, a sentence each
     dicom:DicomOptions = DicomOptions()  # how DICOM is read where it leaves it open
@@ -141,6 +142,7 @@ def _by_place(parts, name):
     m = _SIDE.search(name)
     eye = eye_of(m[1]) if m else next((e for p in parts if (e := eye_of(p))), "")
     before = name[:m.start()].strip("-_. ") if m else ""
+    if below := below_groups((*folders, before or name)): return patient_of("_".join((*below[0], below[1]))), eye, maker
     told = [*filter(without_visit, (before, *folders)), name]  # of which a visit alone says nothing
     return patient_of(told[0]), eye, maker
 
@@ -152,7 +154,9 @@ def _case(root, paths, kind, name, facts=("", "", ""), **more):
     patient, eye, maker = (a or b for a, b in zip(facts, place))
     notes = [f"{what} {value!r} is taken from its place" for what, value, told in
              zip(("patient", "eye", "manufacturer"), place, facts) if value and not told]
-    return OCTCase(name, tuple(paths), kind, patient, eye, maker or "unknown", notes=tuple(notes), **more)
+    by = "header" if facts[0] else "name" if name.startswith(patient) else "folder"
+    return OCTCase(name, tuple(paths), kind, patient, eye, maker or "unknown", patient_by=by, notes=tuple(notes),
+        **more)
 
 # %% ../../nbs/oct/02_files.ipynb #086947b2
 _UNKNOWN = "{}: has a damaged DICOM header: {}; copy it again from its source"
@@ -286,7 +290,8 @@ def _entry(path, i, row):
     text, where = {k: str(row.get(k) or "").strip() for k in _COLUMNS}, f"{path}: entry {i}"
     if not text["path"]: raise UserError(f"{where} has no path")
     if text["eye"] and not eye_of(text["eye"]): raise UserError(f"{where}: eye {text['eye']!r} must be R or L")
-    told = dict(patient=text["patient"], eye=eye_of(text["eye"]), spacing=_spacing_of(where, text["spacing"]),
+    told = dict(patient=text["patient"], patient_by="given" * bool(text["patient"]), eye=eye_of(text["eye"]),
+                spacing=_spacing_of(where, text["spacing"]),
                 manufacturer=domain_of(text["manufacturer"], ""), name=text["case"])
     file = path.parent / text["path"]
     if not lies_there(file):

@@ -16,7 +16,7 @@ import nibabel as nib
 import numpy as np
 from fastcore.basics import patch
 
-from ..cohort.identity import without_visit
+from ..cohort.identity import below_groups, without_visit
 from ..core import UnknownName, UserError
 from ..data.cases import _folders, phantom_name
 from ..data.dicom import (_by_position, _get, _padding, _places, _rescale, _slices, is_dicom, known_patient,
@@ -43,6 +43,7 @@ class SliceCase:
     thin_series:str = ""  # SeriesInstanceUID or number, where the folder `thin` holds several
     thick_series:str = ""  # the same of `thick`
     dicom:DicomOptions = DicomOptions()  # how a series is read where it leaves it open
+    patient_by:str = "given"  # what says whose it is: "header", "folder", or "given" by a list
 
     def __post_init__(self):
         if not self.patient: object.__setattr__(self, "patient", patient_of(self.name))
@@ -285,7 +286,9 @@ def _key(root, scan):
     bare = [b for p in inside[:-1] if (b := _bare(p))]
     visits, first = [p for p in (*bare, last) if p and not without_visit(p)], next(filter(without_visit, bare), "")
     if not first: first = last if without_visit(last) or not visits else ""
-    order = [p for p in dict.fromkeys((*bare, last)) if p in visits or p == first]
+    below = below_groups((*bare, last))
+    whose = {*below[0], below[1]} if below else {first}
+    order = [p for p in dict.fromkeys((*bare, last)) if p in visits or p in whose]
     return "_".join(order) or root.resolve().name
 
 
@@ -338,7 +341,7 @@ def _case(name, scans, factor, lone, of=""):
         fault = f"its series are of the patients {' and '.join(sorted(people))}; put each into a folder of its own"
     paths, series = ({p: getattr(s, k) for p, s in chosen.items()} for k in ("path", "series"))
     patient = people.pop() if len(people) == 1 else of
-    return SliceCase(name, **paths, patient=patient, fault=fault, notes=tuple(notes),
+    return SliceCase(name, **paths, patient=patient, fault=fault, notes=tuple(notes), patient_by="header",
                      **{f"{p}_series": u for p, u in series.items()})
 
 # %% ../../nbs/slices/02_files.ipynb #ccdf50e9

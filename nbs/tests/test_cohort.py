@@ -61,6 +61,25 @@ def named(way, patients=8):
     return {texts[v - 1].format(p=f"P0{n}", n=n, v=v): n for n in range(1, patients + 1) for v in (1, 2)}
 
 
+VOLUMES = ("restoration", *TINY, "--spatial-dims", 3, "--image-size", "16,16,16"), ("vjepa3d", "--debug"), ("codec", "--debug")
+
+
+@pytest.mark.parametrize("recipe", VOLUMES, ids=lambda r: r[0])
+def test_folders_that_hold_patients_are_no_patients_and_one_name_in_two_of_them_is_told(tmp_path, recipe):
+    places = "siteA/P01", "siteA/P02", "siteA/P03", "siteB/P01", "siteB/P02", "siteC/P04", "siteC/P05", "baseline/P06", "followup/P06"
+    for i, place in enumerate(places): save(field(i, (34, 40, 38)), tmp_path / "in" / place / "t1.nii.gz")
+    name, *more = recipe
+    check = ("check", tmp_path / "in", "--recipe", name, *(m for m in more if m not in TINY or m == "--debug" or name == "restoration"))
+    status, out, err = said(*check)
+    assert status == 0 and "of 8 patients" in out and "8 patients, 9 scans; patients by folder (7), visits (2) such as P06 of" in out, (out, err)
+    assert "given" not in out.split("patients by")[1].splitlines()[0]
+    assert "different patients: siteA/P01 and siteB/P01; siteA/P02 and siteB/P02. Where" in out + err and r"such as 'P\d+', or by a list" in out + err, (out, err)
+    status, out, err = said(*check, "--patient-rule", r"P\d+")
+    assert status == 0 and "6 patients, 9 scans" in out and "look alike" not in out + err, (out, err)
+    status, out, err = said(*check, "--patient-rule", r"(site. )?")
+    assert status == 2 and "matches the empty text in" in out + err and "let it demand" in out + err, (status, out, err)
+
+
 @pytest.mark.parametrize("ways", [WAYS[i::6] for i in range(6)])
 def test_no_way_to_name_patients_parts_them_or_their_copies(tmp_path, ways):
     assert len(WAYS) >= 30
