@@ -171,7 +171,7 @@ def _judge(plan, aa):
 
 # %% ../../nbs/prove/02_plan.ipynb #bd45e6d3
 def _no_interval(plan, v):
-    "Why the last pair leaves an effect without an interval, and how many would give one; \"\": it has one, or needs none."
+    "Why the last pair leaves an effect without an interval, and how many give one; \"\": it has one, or needs none."
     if v.kind != "undecided" or not v.final or v.interval[0] > -inf: return ""
     can, many, n = first_verdicts(plan), len(plan.factors), _least(plan, {"signed rank"})
     if "signed rank" in can: return "for an interval too few of the pairs have two arms that live"
