@@ -79,6 +79,7 @@ class ArmResult:
     diverged:str = ""  # why; "": it did not
     digest:str = ""  # SHA-256 of the weights, and of their averages
     steps:int = 0  # made, skipped ones included
+    cases:int = None  # held out, by which it was judged; None: by what is trained on, or it was not written down
     skipped:int = 0
     step_time:float = None  # s, median; None: none was made
     memory:float = None  # GB at most: of the GPU, where there is one, else of the process

@@ -152,7 +152,7 @@ def __call__(self:Bench, arm:Arm) -> ArmResult:
     bad = [k for k in (self.plan.metric,) if k in metrics and not math.isfinite(metrics[k])]
     if bad: why, metrics = f"its {bad[0]} on held-out samples is {metrics[bad[0]]}", {}
     return ArmResult(arm.factor, arm.pair, metrics, why, weights_digest(t), t.iteration - self.plan.at,
-        **self._cost(segment), seconds=time.perf_counter() - start, segment=segment)
+        len(self.held_out.names) or None, **self._cost(segment), seconds=time.perf_counter() - start, segment=segment)
 
 
 @patch

@@ -20,6 +20,7 @@ from ..knobs.controls import same
 from .plan import Plan, most_arms, verdicts_of
 from ..train.process import GOING
 from .proof import Proof, proof_folders, verdict_words
+from ..verdict.verdict import signed
 
 # %% ../../nbs/prove/08_board.ipynb #6abe6a75
 @dataclass(frozen=True)
@@ -145,10 +146,10 @@ def _size(s, v):
     counts = {"off alone": v.off_diverged, "on alone": v.on_diverged, "both": v.both_diverged}
     deaths = [f"{who} in {n} diverged" for who, n in counts.items() if n]
     if not v.pairs: return "no pair yet" if s.going else "no pair"
-    low, high = v.interval
-    span = f" ({low:+.3g} to {high:+.3g})" if isfinite(low) and isfinite(high) else ""
+    effect, low, high = signed(v.effect or 0.0, *v.interval)
+    span = f" ({low} to {high})" if all(map(isfinite, v.interval)) else ""
     told = v.effect is not None and v.basis != "bits"
-    size = [f"{s.plan.metric} {v.effect:+.3g}{span}".replace("-", "−")] if told else []
+    size = [f"{s.plan.metric} {effect}{span}".replace("-", "−")] if told else []
     return ", ".join([*size, f"{v.pairs} pair{'s' * (v.pairs != 1)}", *deaths])
 
 # %% ../../nbs/prove/08_board.ipynb #89e12845
@@ -173,6 +174,6 @@ def badge(
 def _title(s, v):
     "A verdict in full."
     better = f"{s.plan.metric or 'loss'}, {'less' if v.better == 'lower' else 'more'} is better"
-    how = f"{s.plan.steps} steps an arm, {s.arms} arms; {better}"
+    how = f"{s.plan.steps} step{'s' * (s.plan.steps != 1)} an arm, {s.arms} arm{'s' * (s.arms != 1)}; {better}"
     words = verdict_words(v, s.state) + f": {s.error}" * bool(s.error and not v.final)
     return f"proof {s.name}, from step {s.plan.at:,}: {words}. {how}"

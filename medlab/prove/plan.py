@@ -14,7 +14,7 @@ from ..core import UserError
 from .arms import OFF, PERTURBED, PLAIN, Arm, aa_arm, pair_arm
 from ..verdict.equivalence import refuse_margin
 from ..verdict.judge import Judge
-from ..verdict.noise import early_rule
+from ..verdict.noise import EARLY, early_rule
 from ..verdict.signed_rank import HORIZON, refuse_settings, schedule
 
 # %% ../../nbs/prove/02_plan.ipynb #5e3753fd
@@ -170,17 +170,31 @@ def _judge(plan, aa):
     except UserError as e: return Judge(**kw), str(e)
 
 # %% ../../nbs/prove/02_plan.ipynb #bd45e6d3
+def _no_interval(plan, v):
+    "Why the last pair leaves an effect without an interval, and how many give one; \"\": it has one, or needs none."
+    if v.kind != "undecided" or not v.final or v.interval[0] > -inf: return ""
+    can, many, n = first_verdicts(plan), len(plan.factors), _least(plan, {"signed rank"})
+    if "signed rank" in can: return "for an interval too few of the pairs have two arms that live"
+    if can.get("A/A noise", inf) <= v.pairs <= max(EARLY): why = "these pairs differ too much for an interval of"
+    else: why = "no interval is possible with"
+    of = f" of {many} factors, which share the error," * (many > 1)
+    more = f"seeds={n} or more would give one" if n else "it takes a larger alpha"
+    return f"{why} {v.pairs} pairs{of} at alpha={plan.alpha:g}; {more}"
+
+
 @dataclass
 class Judged:
     "A factor, and what the arms say of it so far."
+    plan:Plan
     judge:Judge
     quiet:str = ""  # why the A/A pairs measured no noise; "": they did, or there are none yet
 
     @property
     def verdict(self):
-        "`Verdict` so far."
+        "`Verdict` so far; it knows of how many steps it speaks."
         v = self.judge.verdict()
-        return v if not self.quiet else type(v)(**{**vars(v), "notes": (*v.notes, self.quiet)})
+        more = [text for text in (_no_interval(self.plan, v), self.quiet) if text]
+        return replace(v, steps=self.plan.steps, notes=(*v.notes, *more))
 
 
 def judged(
@@ -191,7 +205,7 @@ def judged(
     "What the arms so far say of a factor."
     aa = aa_differences(plan, done)
     enough = bool(plan.borrowed) or len(aa) == plan.aa > 0
-    found = Judged(*_judge(plan, aa if enough else ()))
+    found = Judged(plan, *_judge(plan, aa if enough else ()))
     for pair in range(1, plan.pairs + 1):
         off, on = done.get((OFF, pair)), done.get((factor, pair))
         if not (off and on) or found.judge.done: break

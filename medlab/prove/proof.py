@@ -26,7 +26,7 @@ from .plan import FIRST, Plan, by_key, next_arm, verdicts_of
 from ..run.directory import Run
 from ..run.older_names import OldNameWarning
 from ..run.sharing import is_live
-from ..verdict.verdict import Verdict, plain_values
+from ..verdict.verdict import DIVERGED, Verdict, plain_values, signed
 
 # %% ../../nbs/prove/04_proof.ipynb #e1731a95
 class Proof:
@@ -180,27 +180,50 @@ def rows(self:Proof) -> list:
 
 
 # %% ../../nbs/prove/04_proof.ipynb #1454646d
-def _number(value): return "–" if value is None else f"{value:+.3g}"
+def _number(value): return "–" if value is None else signed(value)[0]
 
 
-def _cells(r, words, metric):
+def _asked_on(plan, results):
+    "What arms are judged on."
+    if plan.cases == "train": return "samples that are trained on"
+    n = next((r.cases for r in results if r.cases), None)
+    if n is None: return f"at most {plan.cases} held-out case{'s' * (plan.cases != 1)}"
+    few = f" ({plan.cases} asked for, there {'are' if n != 1 else 'is'} {n})" * (n < plan.cases)
+    return f"{n} held-out case{'s' * (n != 1)}{few}"
+
+
+def _noise_cells(v, plan):
+    "The margin of a verdict, and the noise that it comes from."
+    k, of = len(plan.borrowed) or plan.aa, f" of proof {plan.lender}" * bool(plan.lender)
+    source = "as it was given" if plan.margin is not None else f"from {k} A/A pairs{of}"
+    margin = "–" if v.margin is None else f"{v.margin:.3g}, {source}"
+    return {"margin": margin, "A/A noise": "–" if v.noise_floor is None else f"{v.noise_floor:.3g}"}
+
+
+# %% ../../nbs/prove/04_proof.ipynb #2f91f98a
+def _cells(r, words, metric, more):
     "A row of the table, as text."
     low, high = r["interval"]
-    span = f"{low:+.3g} to {high:+.3g}" if np.isfinite(low) and np.isfinite(high) else "–"
+    known, finite = r["effect"] is not None, np.isfinite(low) and np.isfinite(high)
+    effect, *ends = signed(r["effect"] if known else low, low, high)
     off, on, both = r["diverged"]
     skipped = " / ".join("–" if s is None else f"{s:.3g}" for s in r["skipped"])
-    return {"fix": r["fix"], "knobs": r["knobs"], "verdict": words,
-        f"{metric}, on − off": _number(r["effect"]), "interval": span, "pairs": str(r["pairs"]),
-        "diverged off/on/both": f"{off}/{on}/{both}", "skipped off/on": skipped, "time a step": str(r["time"] or "–"),
-        "memory": "–" if r["memory"] is None else f"{r['memory']:.2f}×",
+    return {"fix": r["fix"], "knobs": r["knobs"], "verdict": words, f"{metric}, on − off": effect if known else "–",
+        "interval": " to ".join(ends) if finite else "–", "pairs": str(r["pairs"]), **more,
+        f"diverged off/on/both ({DIVERGED})": f"{off}/{on}/{both}", "skipped off/on": skipped,
+        "time a step": str(r["time"] or "–"), "memory": "–" if r["memory"] is None else f"{r['memory']:.2f}×",
         "beside, on − off": ", ".join(f"{k} {_number(v)}" for k, v in r["beside"].items())}
 
 
 @patch
 def table(self:Proof) -> list:  # of dictionaries of text
     "The table of a proof."
-    metric, state = self.plan.metric or "loss", self.state
-    return [_cells(r, verdict_words(v, state, False), metric) for r, v in self._found()]
+    plan, state = self.plan, self.state
+    on = _asked_on(plan, self.results)
+    same = {"steps of an arm": f"{plan.steps:,}", "from step": f"{plan.at:,}", "judged on": on}
+    return [_cells(r, verdict_words(v, state, False), plan.metric or "loss", same | _noise_cells(v, plan))
+        for r, v in self._found()]
+
 
 # %% ../../nbs/prove/04_proof.ipynb #71e47795
 ENDS = {"bits": f"{FIRST} pairs that are equal to the bit are enough",
@@ -222,13 +245,14 @@ def early(self:Proof) -> list:  # of sentences
 def made_of(self:Proof) -> str:
     "What is compared, in a sentence."
     p, n = self.plan, len(self.results)
-    where = "samples that are trained on" if p.cases == "train" else "held-out samples"
+    where, these = _asked_on(p, self.results), "samples" if p.cases == "train" else "cases"
     way = "" if p.lower is None else f", {'less' if p.lower else 'more'} is better"
     by = f"{p.metric} on {where}{way}" if p.metric else f"loss on {where}, unless a factor changes the loss itself"
     aa = f"A/A pairs of proof {p.lender}" if p.lender else f"{p.aa} A/A pairs" if p.aa else "no A/A pair"
     what = " and ".join(f.name for f in p.factors)
-    return (f"{what} at step {p.at:,} of {self.parent.name}: {p.steps} steps an arm, "
-        f"at most {p.pairs} pairs, {aa}; judged by {by}; {n} arms so far, {self.state}")
+    return (f"{what} at step {p.at:,} of {self.parent.name}: {p.steps} step{'s' * (p.steps != 1)} an arm, "
+        f"at most {p.pairs} pairs, {aa}; judged by {by}; {n} arm{'s' * (n != 1)} so far, {self.state}; an interval is "
+        f"over seeds on these {these}, and says nothing of other patients")
 
 
 @patch

@@ -139,7 +139,7 @@ def test_the_run_is_left_alone(tmp_path):
     proof.keep()
     t.fit(2, progress=False)
     change = t.run.changes()[-1]
-    assert (change.state, change.source) == ("applied", "proof 001-clip_norm=1000000000.0: identical to the bit")
+    assert (change.state, change.source) == ("applied", "proof 001-clip_norm=1000000000.0: identical to the bit within 4 steps")
     t.close()
     assert [r.name for r in Run.list(tmp_path)] == ["alone", "first"], "a proof is no run of its own"
 
@@ -382,10 +382,15 @@ def test_before_its_first_arm_and_after_an_early_verdict(tmp_path):
     "By what it judges is not known before; why it stopped long before its last pair is said after."
     trained(tmp_path / "first")
     proof = new_proof(tmp_path / "first", knobs=dict(clip_norm=1e9), pairs=24, steps=2, scores=False, draws=1)
-    assert "judged by loss on held-out samples, unless a factor changes the loss itself; 0 arms" in str(proof) and "None" not in str(proof)
+    assert "judged by loss on at most 4 held-out cases, unless a factor changes the loss itself; 0 arms" in str(proof) and "None" not in str(proof)
     assert "None" not in str(proof.table()[0].keys()) and not proof.early
     make_proof(proof.path)
-    assert "judged by loss on held-out samples, less is better; 6 arms" in str(proof)
+    n = proof.results[0].cases
+    assert f"judged by loss on {n} held-out case" in str(proof) and "less is better; 6 arms" in str(proof) and "nothing of other patients" in str(proof)
+    assert proof.table()[0]["steps of an arm"] == "2" and proof.table()[0]["judged on"].startswith(f"{n} held-out case")
+    closing = Run(tmp_path / "first").events("proof")[-1]
+    assert "clip_norm=1000000000.0: identical to the bit within 2 steps (3 pairs)" in closing.text
+    assert closing.data["verdicts"]["clip_norm=1000000000.0"]["exceeded"] == ""
     assert str(proof).endswith("decided at pair 3 of at most 24, and the first verdict is final: 3 pairs that are equal to the bit are enough")
 
 

@@ -66,6 +66,7 @@ def test_asking_changes_nothing_and_records_are_json():
         assert quiet.verdict() == asked.verdict()
         record = quiet.verdict().record()
         assert json.loads(json.dumps(record, allow_nan=False)) == record
+        assert bool(record["exceeded"]) == (record["basis"] == "A/A noise"), "a rule that did not speak is not named"
         kinds.add(record["kind"])
     assert {"helps", "harms", "no effect", "undecided"} & kinds and kinds <= set(KINDS)
 
