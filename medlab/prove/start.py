@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core import UserError, explained
+from ..core import UserError, command_words, explained
 from ..forks.change import ForkChange, stored_fix
 from ..forks.fork import PROOFS, fork_run, open_run, passed_over
 from ..train.process import GOING
@@ -205,12 +205,23 @@ def _announce(proof):
     return cost
 
 # %% ../../nbs/prove/06_start.ipynb #f2b0bf61
+def _other_ways(trainer, fixes):
+    "How fixes are proved of a recipe that is defined where another process does not look."
+    from medlab.recipes.origin import is_importable
+    origin, command = trainer.run.meta.get("origin", {}), command_words("medlab", "prove", trainer.path, *fixes)
+    script = origin.get("module") == "__main__" and origin.get("file") and is_importable(origin["file"])
+    here = "prove(…, process=False) makes it in this process, where the trainer does not train"
+    return here + f"; in a terminal goes {command}" * bool(script)
+
+
 def _movable(trainer, fixes):
-    "What another process must trust; raises `UserError` with the way that is left."
+    "What another process must trust; raises `UserError` with the ways that are left."
     from medlab.train.process import movable
     try: return movable(trainer.recipe, trainer.path)
     except UserError as e:
-        raise UserError(f"{e}; or stop() this trainer and prove it in this process: prove(…, process=False)") from e
+        cls = type(trainer.recipe)
+        if cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__: raise
+        raise UserError(f"{e}; or: {_other_ways(trainer, fixes)}") from e
 
 
 def prove_of(

@@ -500,7 +500,8 @@ def test_a_recipe_of_the_script_itself(tmp_path):
     run = lambda *words: subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, env=os.environ | dict(OMP_NUM_THREADS="1"))
     said = run("mine_here.py")
     assert "unknown fix of first 'lowr_lr'" in said.stdout and said.stdout.endswith("\ndone\n"), said
-    assert "Mine was defined in a notebook or a script" in said.stdout and "prove(…, process=False)" in said.stdout, said
+    assert "Mine was defined in a notebook or a script" in said.stdout and "or: prove(…, process=False)" in said.stdout, said
+    assert "in a terminal goes medlab prove first lower_lr" in said.stdout, said
     again = run("-m", "medlab", "prove", "first", "clip_norm", "--steps", "1", "--seeds", "3", "--aa", "6", "--no-scores", "--draws", "1")
     assert again.returncode == 0, again
 
