@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MANY', 'visible', 'print_text', 'printable', 'UserError', 'for_spreadsheet', 'UnknownName', 'RunFailed', 'nearest',
            'own_line', 'place_of', 'add_note', 'with_own_line', 'shortened', 'CaseFault', 'derive_seed', 'generator',
-           'seeded', 'kept_tensors', 'optional', 'why_unwritable', 'line_of', 'at_line', 'places_of', 'strict',
-           'explained']
+           'seeded', 'kept_tensors', 'optional', 'why_unwritable', 'line_of', 'at_line', 'places_of', 'command_words',
+           'strict', 'explained']
 
 # %% ../nbs/00_core.ipynb #c34a6728
 import ast
@@ -18,6 +18,7 @@ import importlib
 import inspect
 import os
 import re
+import shlex
 import tempfile
 import traceback
 import types
@@ -319,6 +320,13 @@ def places_of(
         if isinstance(v, Path) or isinstance(v, str) and (os.sep in v or _PLACE.search(k))}
     name = type(thing).__name__
     return "; ".join(f"{name}.{k} = {str(v)!r} {_lies_at(v) if str(v) else 'is empty'}" for k, v in named.items())
+
+# %% ../nbs/00_core.ipynb #b2a16554
+def command_words(
+    *words,  # of a command: texts, paths, numbers
+) -> str:
+    "A command as it can be copied into a shell; a word that the shell would split or change is quoted."
+    return shlex.join(map(str, words))
 
 # %% ../nbs/00_core.ipynb #57262b71
 def strict(

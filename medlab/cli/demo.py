@@ -19,7 +19,7 @@ from scipy.ndimage import gaussian_filter
 from skimage.restoration import denoise_nl_means, denoise_tv_chambolle, wiener
 
 from .options import fit_until, threads_for
-from ..core import UserError
+from ..core import UserError, command_words
 from ..data.pair_files import FilePair
 from ..data.pairs import Whole
 from ..data.volume import Volume, read_volume, write_volume
@@ -253,6 +253,6 @@ def run_demo(
 
 
 def _stopped(trainer, steps):
-    print(f"stopped at step {trainer.iteration} of {steps}; nothing was measured. "
-        f"medlab train --resume {trainer.run.path} goes on")
+    again = command_words("medlab", "train", "--resume", trainer.run.path)
+    print(f"stopped at step {trainer.iteration} of {steps}; nothing was measured. {again} goes on")
     return 130

@@ -8,9 +8,9 @@ __all__ = ['step_of', 'set_knobs', 'fork_in_words']
 # %% ../../nbs/cli/11_fork.ipynb #7618ae74
 from pathlib import Path
 
-from ..core import UserError
+from ..core import UserError, command_words
 from ..forks.change import stored_controls
-from ..forks.fork import fork_run, open_run
+from ..forks.fork import fork_run, open_run, passed_over
 from ..knobs.describe import stored_knobs
 from ..run.directory import Run
 
@@ -52,7 +52,7 @@ def fork_in_words(
             from medlab.forks.replay import replay_fork
             made = replay_fork(run, at, knobs, fix, place, cls, "lines")
         else: made = fork_run(run, at, knobs, fix, place, timeout)
-    since, here = made.lineage[-1]["time"], Path.cwd()
-    passed = [f"warning: {e.text}" for e in made.events("checkpoint") if e.level == "error" and e.time >= since]
+    here, passed = Path.cwd(), [f"warning: {text}" for text in passed_over(made)]
     shown = made.path.relative_to(here) if made.path.is_relative_to(here) else made.path
-    return [*passed, f"{shown}: {made.events('fork')[-1].text}", f"it goes on with: medlab train --resume {shown}"]
+    again = command_words("medlab", "train", "--resume", shown)
+    return [*passed, f"{shown}: {made.events('fork')[-1].text}", f"it goes on with: {again}"]

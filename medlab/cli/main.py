@@ -22,7 +22,7 @@ from pathlib import Path
 import jsonargparse
 
 import medlab
-from ..core import UnknownName, UserError, optional, print_text, printable, why_unwritable
+from ..core import UnknownName, UserError, command_words, optional, print_text, printable, why_unwritable
 from .pace import AGAIN, PAUSE, WAIT, wait_line
 from medlab.cli.options import (
     RECIPES, add_threads, explain, fit_until, is_place, listed, option_type, options, recipe_class, several,
@@ -149,15 +149,15 @@ def _describe(trainer, target, path=None):
 # %% ../../nbs/cli/08_main.ipynb #3a675dc5
 def _say_scores(trainer):
     "The table of the last validation and where the best weights are, or how to score what was held out."
-    v = trainer.validation
+    v, again = trainer.validation, command_words("medlab", "evaluate", trainer.path)
     if v.table: print_text(v.table)
     if v.best and trainer.saver.active:
         b = v.best
         by = f", by {b['cases']} cases" if "cases" in b else ""
         way = "lowest" if v.less else "highest"
-        print_text(f"best {b['metric']} {b['value']:.4g} (the {way}) at step {b['step']}{by}, which is kept: medlab "
-            f"evaluate {trainer.path} --best and medlab predict … --best take these weights")
-    if v.possible and not v.table: print_text(f"held-out cases were not scored; medlab evaluate {trainer.path} does")
+        print_text(f"best {b['metric']} {b['value']:.4g} (the {way}) at step {b['step']}{by}, which is kept: "
+            f"{again} --best and medlab predict … --best take these weights")
+    if v.possible and not v.table: print_text(f"held-out cases were not scored; {again} does")
 
 # %% ../../nbs/cli/08_main.ipynb #6398ed6f
 def save_late(

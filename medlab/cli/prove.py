@@ -6,14 +6,16 @@
 __all__ = ['SPELLED', 'prove_parser', 'prove_in_words', 'table_lines']
 
 # %% ../../nbs/cli/12_prove.ipynb #dee98682
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import jsonargparse
 
 from .fork import set_knobs, step_of
-from ..core import UserError
+from ..core import UserError, command_words, why_unwritable
 from ..forks.change import stored_fix
 from ..forks.fork import open_run
 from ..knobs.controls import same
@@ -113,10 +115,30 @@ def _refuse_other_plan(a):
     if not other: return
     told = "; ".join(f"{SPELLED.get(k, '--' + k)}: {asked[k]} is asked for, the plan says {has[k]}" for k in other)
     raise UserError(f"{a.run} is a proof, whose plan is settled before its first arm, and what was typed differs: "
-        f"{told}. Leave that out to go on, or begin another proof with it: medlab prove {proof.parent} …")
+        f"{told}. Leave that out to go on, or begin another proof with it: "
+        f"{command_words('medlab', 'prove', proof.parent)} …")
 
 # %% ../../nbs/cli/12_prove.ipynb #7a37984c
-def _say(text): print(text, flush=True)
+def _say(text):
+    "Print a line. Where nobody reads any more the next ones go nowhere; raises `BrokenPipeError` once."
+    try: print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        raise
+
+
+def _made(a, cls):
+    "A proof as it was asked for, as far as it was made."
+    again = _is_proof(a.run)
+    plan = {} if again else _plan(a)  # what is refused here does not wait for the trainer to be loaded
+    if a.json: _refuse_unwritable(Path(a.json))
+    from medlab.prove.start import prove
+    from medlab.prove.work import make_proof
+    if again:
+        _refuse_other_plan(a)
+        return make_proof(a.run, a.device, a.threads, (), cls, _say, a.pause)
+    return prove(a.run, *a.fixes, process=False, pause=a.pause, say=_say, cls=cls, device=a.device, threads=a.threads,
+        **plan)
 
 
 def prove_in_words(
@@ -124,25 +146,17 @@ def prove_in_words(
     cls:type=None,  # of the recipe, where it is needed
 ) -> int:  # exit status: 0; 1 where it was stopped before its end, 130 with Ctrl-C
     "Make a proof, or what is left of one, and say what it found; raises `UserError`."
-    again = _is_proof(a.run)
-    plan = {} if again else _plan(a)  # what is refused here does not wait for the trainer to be loaded
-    from medlab.prove.start import prove
-    from medlab.prove.work import make_proof
-    try:
-        if again:
-            _refuse_other_plan(a)
-            made = make_proof(a.run, a.device, a.threads, (), cls, _say, a.pause)
-        else: made = prove(a.run, *a.fixes, process=False, pause=a.pause, say=_say, cls=cls, device=a.device,
-            threads=a.threads, **plan)
+    try: made = _made(a, cls)
     except KeyboardInterrupt as e:
         if not e.args: raise  # before there was anything to keep
         print(f"medlab: interrupted: {e}", file=sys.stderr, flush=True)
         return 130
-    for line in (*table_lines(made.table()), "", *made.early): _say(line)
     if a.json: _write(made, Path(a.json))
-    if made.state == "done": return 0
-    _say(f"stopped after {len(made.results)} arms; it goes on with: medlab prove {made.path}")
-    return 1
+    done, again = made.state == "done", command_words("medlab", "prove", made.path)
+    end = [] if done else [f"stopped after {len(made.results)} arms; it goes on with: {again}"]
+    with contextlib.suppress(BrokenPipeError):
+        for line in (*table_lines(made.table()), "", *made.early, *end): _say(line)
+    return 0 if done else 1
 
 
 def table_lines(
@@ -151,6 +165,13 @@ def table_lines(
     "Each factor's row as lines of name and value; a wide table would break in a terminal."
     width = max(len(k) for k in rows[0])
     return [line for r in rows for line in ("", *(f"{k.ljust(width)}  {v}" for k, v in r.items() if v))]
+
+
+def _refuse_unwritable(file):
+    "Raise `UserError` where a file could not be written."
+    why = "it is a folder" if file.is_dir() else "" if file.parent.is_dir() else f"{file.parent} is no folder"
+    why = why or why_unwritable(file.parent)
+    if why: raise UserError(f"{file} cannot be written ({why}); name another file")
 
 
 def _write(proof, file):

@@ -8,7 +8,7 @@ __all__ = ['TURN', 'nearest_steps', 'fork_rows', 'save_now']
 # %% ../../nbs/forks/01_point.ipynb #233d9c22
 import time
 
-from ..core import UserError
+from ..core import UserError, command_words
 from ..run.directory import Run
 from ..train.process import GOING
 
@@ -28,9 +28,12 @@ def _refused(run, step):
     if step > run.step: why = f"{run.name} is at step {run.step}; step {step} was not made yet"
     else: why = f"no checkpoint of step {step} of {run.name} is kept"
     if not near: return UserError(f"{why}, nor is any other: save_every and save_minutes say when one is written")
-    again = f", or reach it from step {near[0]} by training again: medlab fork {run.path} --at {step} --replay"
-    ways = f"; the nearest: {' and '.join(map(str, near))}. Fork there"
-    return UserError(why + ways + again * (near[0] < step <= run.step))
+    ways = f"{why}; the nearest: {' and '.join(map(str, near))}. Fork there"
+    if step > run.step: return UserError(ways)
+    if near[0] > step:
+        return UserError(f"{ways}; with --replay steps are made again from a checkpoint before, of which none is kept")
+    again = command_words("medlab", "fork", run.path, "--at", step, "--replay")
+    return UserError(f"{ways}, or reach it from step {near[0]} by training again: {again}")
 
 # %% ../../nbs/forks/01_point.ipynb #15fa459b
 def fork_rows(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core import UserError, explained
+from ..core import UserError, command_words, explained
 from ..run.directory import Run, refuse_proof
 from ..run.records import segments_of, write_meta
 from ..run.sharing import made_aside
@@ -52,8 +52,8 @@ def _before(run, at):
     left = lambda r: any(time > r["time"] and step < r["step"] for _, step, time, _ in segments)
     rows = [r for r in run.checkpoints() if r["step"] < at and not left(r)]
     if rows: return sorted(rows, key=lambda r: r["step"])[:-2:-1]
-    raise UserError(f"no checkpoint before step {at} of {run.name} is kept, from which it could be reached; medlab "
-        f"fork {run.path} forks the newest")
+    raise UserError(f"no checkpoint before step {at} of {run.name} is kept, from which it could be reached; "
+        f"{command_words('medlab', 'fork', run.path)} forks the newest")
 
 
 def _make_again(made, at, cls, device, threads, progress):

@@ -6,9 +6,12 @@
 __all__ = ['work']
 
 # %% ../../nbs/prove/07_child.ipynb #54596007
+import contextlib
 import traceback
 
-from .work import make_proof
+from ..core import UserError
+from .proof import Proof
+from .work import make_proof, tell_failed
 from ..run.directory import Run
 from ..train.process import leave_word
 
@@ -21,6 +24,8 @@ def work(
     try: make_proof(path, device, threads, trust, None, say, steer)
     except Exception as e:
         traceback.print_exception(e)
-        if Run(path).state != "failed": leave_word(path, e, "".join(traceback.format_exception(e)))
+        if Run(path).state != "failed":
+            leave_word(path, e, "".join(traceback.format_exception(e)))
+            with contextlib.suppress(UserError): tell_failed(Proof(path), str(e))  # a run that is no proof has none
         return 1
     return 0

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core import UserError, explained
+from ..core import UserError, command_words, explained
 from ..forks.change import ForkChange, stored_fix
-from ..forks.fork import PROOFS, fork_run, open_run
+from ..forks.fork import PROOFS, fork_run, open_run, passed_over
 from ..train.process import GOING
 from ..knobs.controls import same
 from .plan import Plan, factors_of, refuse_plan
@@ -50,14 +50,25 @@ def checked_factors(
     return factors_of(on, ForkChange.of(run, knobs).knobs, combined)
 
 
+def _set_words(knobs): return "".join(f"{':' * (not i)} --set {k}={v}" for i, (k, v) in enumerate(knobs.items()))
+
+
+def _before(run, knobs):
+    "The values of some knobs before they were last changed, as far as the run's log tells."
+    old = [c.old or {} for c in run.changes() if c.state == "applied"]
+    return {k: v for values in old for k, v in values.items() if k in knobs and not same(v, knobs[k])}
+
+
 def _refuse_in_force(run, plan, values):
     "Raise `UserError` for a factor that changes nothing at the state."
     for f in plan.factors:
         if any(not same(values.get(k), v) for k, v in f.knobs.items()): continue
-        back = ", ".join(f"{k}={v}" for k, v in stored_fix(run, f.name)["off"].items()) if f.fix else ""
-        off = f": --set {back}" if back else ""
-        raise UserError(f"{f.name!r} is on already at step {plan.at} of {run.name} ({f.words}), so both arms would be "
-            f"the same; to see what it does, prove the way back{off}")
+        here = f"already at step {plan.at} of {run.name}"
+        if f.fix: raise UserError(f"{f.name!r} is on {here} ({f.words}), so both arms would be the same; to see what "
+            f"it does, prove the way back{_set_words(stored_fix(run, f.name)['off'])}")
+        back = _before(run, f.knobs)
+        raise UserError(f"{f.words} is in force {here}, so both arms would be the same; " + (
+            f"prove another value, or the way back{_set_words(back)}" if back else "prove another value"))
 
 # %% ../../nbs/prove/06_start.ipynb #e151728b
 def _seed(run):
@@ -96,6 +107,9 @@ def _forked(run, plan, at, timeout):
         plan = replace(plan, at=fork.lineage[-1]["step"])
         _refuse_in_force(run, plan, fork.meta["values"])
         _write_plan(place, plan)
+        for text in passed_over(fork):
+            older = f"proof {place.name} begins at step {plan.at}, which is older: {text}"
+            run.record("proof", older, "warning", plan.at, proof=place.name)
     except BaseException:
         fork.close()
         shutil.rmtree(place, ignore_errors=True)
@@ -158,22 +172,27 @@ def prove(
     *fixes,  # names of fixes that are off
     process:bool=True,  # in a process of its own; False: here, and return when it is done
     pause:bool=False,  # let the run wait meanwhile
-    say=print,  # called with lines, where it is made here
+    say=print,  # called with lines: warnings, and where it is made here what comes of it
     cls:type=None, trust=(),  # see `medlab.train.state.recipe_of`
     device:str=None, threads:int=None,  # as for `Trainer`; None: as the run was trained
     **plan,  # knobs, at, combined, metric, steps, pairs, aa, …: see `new_proof`
 ) -> Proof:
     "Prove fixes of a run; raises what `new_proof` raises, and where it is made here what an arm raises."
-    from medlab.prove.work import make_proof
+    from medlab.prove.work import NoSuchMetric, make_proof
     from medlab.train.state import recipe_of
     recipe_of(getattr(run, "path", run), trust, cls)  # or it is refused
     with _beginning(run, fixes, **plan) as (proof, begun):
-        cost = _announce(proof)
+        for text in passed_over(proof.run): say(f"warning: {text}; the proof begins at step {proof.plan.at}")
         if process:
+            _announce(proof)
             begin(proof, trust, device, threads, pause)
             return proof
-        say(f"proof {proof.name}: {cost}")
-        return make_proof(proof.path, device, threads, trust, cls, say, pause, begun)
+        first = lambda: [f"proof {proof.name}, from step {proof.plan.at}: {_announce(proof)}"]
+        try: return make_proof(proof.path, device, threads, trust, cls, say, pause, begun, first)
+        except NoSuchMetric:
+            proof.close()
+            shutil.rmtree(proof.path)
+            raise
 
 
 def _announce(proof):
@@ -186,14 +205,33 @@ def _announce(proof):
     return cost
 
 # %% ../../nbs/prove/06_start.ipynb #f2b0bf61
+def _other_ways(trainer, fixes):
+    "How fixes are proved of a recipe that is defined where another process does not look."
+    from medlab.recipes.origin import is_importable
+    origin, command = trainer.run.meta.get("origin", {}), command_words("medlab", "prove", trainer.path, *fixes)
+    script = origin.get("module") == "__main__" and origin.get("file") and is_importable(origin["file"])
+    here = "prove(…, process=False) makes it in this process, where the trainer does not train"
+    return here + f"; in a terminal goes {command}" * bool(script)
+
+
+def _movable(trainer, fixes):
+    "What another process must trust; raises `UserError` with the ways that are left."
+    from medlab.train.process import movable
+    try: return movable(trainer.recipe, trainer.path)
+    except UserError as e:
+        cls = type(trainer.recipe)
+        if cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__: raise
+        raise UserError(f"{e}; or: {_other_ways(trainer, fixes)}") from e
+
+
 def prove_of(
     trainer,  # `Trainer`
     *fixes, set:dict=None, steps:int=200, seeds:int=8, process:bool=True, **options,  # see `Run.prove`
 ) -> Proof:
     "Prove fixes from the state of a trainer; raises what `prove` raises."
-    from medlab.train.process import movable
     trust, own = (), type(trainer.recipe)
-    if process: trust = movable(trainer.recipe, trainer.path)
+    with open_run(trainer.path) as run: checked_factors(run, fixes, set, options.get("combined", False))
+    if process: trust = _movable(trainer, fixes)
     elif trainer.worker.alive:
         raise UserError("the trainer trains in this process, whose random state the arms would share; stop() it, or "
             "leave out process=False")

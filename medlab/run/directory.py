@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 from fastcore.basics import patch
 
-from ..core import UnknownName, UserError, explained, optional
+from ..core import UnknownName, UserError, command_words, explained, optional
 from ..intake.opened import reading, size_of
 from .chunks import STATUS, last_steps, metric_names
 from .older_names import current_meta
@@ -275,8 +275,9 @@ def refuse_proof(
     "A run that stands for itself; raises `UserError` for the directory of a proof, which says where its arms are seen."
     if "proof" not in run.meta: return run
     about = run.path.resolve().parent.parent
+    shows = command_words("medlab", "prove", run.path)
     raise UserError(f"{run.path} is a proof, made of many arms from one state of {about.name}, and no run of its own: "
-        f"medlab prove {run.path} shows its table (and goes on with one that is not at its end), in Python "
+        f"{shows} shows its table (and goes on with one that is not at its end), in Python "
         f"Run({str(about)!r}).proofs, whose curves() lay the arms over one another; or take {about.name} itself")
 
 # %% ../../nbs/run/07_directory.ipynb #666f843a

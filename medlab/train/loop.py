@@ -11,7 +11,7 @@ import time
 
 from fastcore.basics import patch
 
-from ..core import RunFailed, UserError, add_note
+from ..core import RunFailed, UserError, add_note, command_words
 from ..memory.retry import HALF_DONE, MustGoBack
 from ..run.sharing import is_live
 from ..step.dropping import is_lost
@@ -214,7 +214,8 @@ def _let_go(self:Between):
     except UserError: return  # a person paused it just now
     self.heard.add("resume")
     self.writer.event("proof", f"training waited for {proof}, whose process ended without a word; training goes on, "
-        f"and so does the proof with: medlab prove {self.writer.path / proof}", "warning", proof=proof.split("/")[-1])
+        f"and so does the proof with: {command_words('medlab', 'prove', self.writer.path / proof)}", "warning",
+        proof=proof.split("/")[-1])
 
 # %% ../../nbs/train/05_loop.ipynb #7bf13d39
 @patch

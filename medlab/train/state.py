@@ -20,7 +20,7 @@ from torch import nn
 
 import medlab
 from ..contracts.system import System
-from ..core import UnknownName, UserError, derive_seed, seeded
+from ..core import UnknownName, UserError, command_words, derive_seed, seeded
 from ..memory.usage import usable_device
 from ..numerics.tf32 import read_tf32, set_tf32
 from ..recipes.base import Recipe
@@ -287,9 +287,10 @@ def _none_saved(path, reasons):
     if reasons: return UserError("; ".join([none, *reasons]))
     run = Run(path)
     steps, minutes = (run.meta.get("values", {}).get(k, "?") for k in ("save_every", "save_minutes"))
+    again = command_words("medlab", "train", "--resume", path, "--set", "save_minutes=1")
     return UserError(f"{none}: it is {run.state} at step {run.step}, and is saved every save_every={steps} steps, "
         f"after save_minutes={minutes} (0: never), and when training ends; let it train until then, save it with "
-        f"trainer.save(), or go on with smaller ones: medlab train --resume {path} --set save_minutes=1")
+        f"trainer.save(), or go on with smaller ones: {again}")
 
 # %% ../../nbs/train/03_state.ipynb #b0abbcf3
 def load_model(

@@ -223,7 +223,7 @@ def test_damage(small):
     older = fork_run(first, name="older")
     assert older.step == 4 and "is damaged" in older.events("checkpoint")[-1].text
     for c in Run(second).checkpoints(): damage(second / "checkpoints" / c["file"])
-    refused("first-damage lists those of steps 2, 4, 6", first, 6)
+    refused("use an older one; first-damage has older ones that are whole: steps 2, 4", first, 6)
     refused("is damaged", second)
     damage(second / "run.db", how="truncate")
     refused("run.db", second)

@@ -17,7 +17,7 @@ from waiting import until
 
 from medlab import recipes
 from medlab.cli.main import main
-from medlab.core import UserError
+from medlab.core import UnknownName, UserError
 from medlab.forks.fork import PROOFS, fork_run
 from medlab.prove import start as start_module
 from medlab.prove.proof import proofs_of
@@ -363,6 +363,8 @@ def test_a_mistake_of_the_users_own(tmp_path):
     with pytest.raises(KeyError, match="imgae"): prove(tmp_path / "first", knobs=dict(lr=1e-5), cls=Wrong, **QUICK)
     proof, = proofs_of(tmp_path / "first")
     assert proof.state == "failed" and "test_prove.py" in proof.run.events("error")[-1].text
+    told = Run(tmp_path / "first").events("proof")[-1]
+    assert told.level == "error" and told.text.startswith("proof 001-lr=1e-05 failed: KeyError: 'imgae'") and "test_prove.py" in told.text
 
 
 def test_a_plan_that_cannot_decide(tmp_path, capsys):
@@ -412,6 +414,101 @@ def test_ctrl_c_says_what_is_kept(tmp_path):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert digests(proof).items() >= before.items()
+
+
+# how it begins, and how it ends
+
+def test_it_says_that_it_begins_at_an_older_checkpoint(tmp_path, capsys):
+    "Where the newest one is damaged: on the terminal and in the run's log; the first line says from which step."
+    run = trained(tmp_path / "s3=x y", save_every=3)
+    (run / "checkpoints/step_00000004.pt").write_bytes(b"torn")
+    assert main(["prove", str(run), "lower_lr", "--steps", "1", "--seeds", "3", "--aa", "6", "--no-scores", "--draws", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("warning: checkpoint step_00000004.pt is damaged: its SHA-256") and lines[0].endswith("the proof begins at step 3")
+    assert lines[1].startswith("proof 001-lower_lr, from step 3: 6 to 18 arms of 1 steps")
+    told, = [e for e in Run(run).events("proof") if e.level == "warning"]
+    assert told.text.startswith("proof 001-lower_lr begins at step 3, which is older: checkpoint step_00000004.pt is damaged") and told.step == 3
+
+
+def test_a_metric_that_there_is_not(tmp_path):
+    "Nothing is left of its proof, and the nearest name is given; a proof in a process of its own says in the run why it failed."
+    run = trained(tmp_path / "first")
+    said = []
+    asked = dict(knobs=dict(lr=1e-5), metric="los", **QUICK | dict(say=said.append))
+    with pytest.raises(UnknownName, match="unknown metric of the arms 'los'; did you mean 'loss'"): prove(run, **asked)
+    assert not said and not proofs_of(run) and not Run(run).events("proof")
+    proof = prove(run, **asked | dict(process=True))
+    with pytest.raises(UserError, match="unknown metric of the arms"): proof.wait(120)
+    told = Run(run).events("proof")
+    assert [e.level for e in told] == ["info", "error"] and told[-1].text.startswith("proof 001-lr=1e-05 failed: NoSuchMetric: unknown metric of the arms 'los'")
+
+
+def test_a_closed_pipe_stops_it(tmp_path):
+    "As of `| head -2`: its arms are kept, it is stopped and not failed, and nothing is complained of."
+    run = trained(tmp_path / "first")
+    process = proving(run, "--set", "lr=1e-5", "--seeds", 7, "--aa", 6, "--steps", 4, "--no-scores", "--draws", 1)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 1
+    proof, = proofs_of(run)
+    assert proof.state == "stopped" and len(proof.results) in (1, 2) and not proof.run.events("error")
+    assert not [e for e in Run(run).events("proof") if e.level == "error"]
+    command = f"{sys.executable} -m medlab prove '{proof.path}' | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert not done.stderr and proof.state == "stopped", done.stderr
+    make_proof(proof.path)
+    assert proof.state == "done"
+
+
+def test_one_proof_in_two_processes(tmp_path, capsys):
+    "The second is told that it is being made, and how to stop it."
+    run = trained(tmp_path / "first")
+    proof = new_proof(run, knobs=dict(lr=1e-5), pairs=7, aa=6, steps=40, scores=False, draws=1)
+    with Trainer(tiny(), proof.path, resume=True, threads=1, val_share=0.0):
+        assert main(["prove", str(proof.path)]) == 2
+    told = capsys.readouterr().err
+    assert "proof 001-lr=1e-05 is being made already; wait for it, or stop it: Proof(" in told and "directory" not in told
+
+
+def test_the_way_back_is_named(tmp_path):
+    "Of knobs that are in force, and were others before."
+    run = trained(tmp_path / "first", lr=1e-3)
+    with pytest.raises(UserError, match="lr=0.001 is in force already at step 4 of first, .* prove another value$"):
+        new_proof(run, knobs=dict(lr=1e-3))
+    with Trainer(tiny(), run, resume=True, threads=1) as t:
+        t.set(lr=2e-4)
+        t.fit(2, progress=False)
+    with pytest.raises(UserError, match="lr=0.0002 is in force already at step 6 of first, .* the way back: --set lr=0.001$"):
+        new_proof(run, knobs=dict(lr=2e-4))
+
+
+SCRIPT = """
+from medlab import recipes
+from medlab.core import UnknownName, UserError
+from medlab.train.trainer import Trainer
+from medlab.prove.start import prove_of
+class Mine(recipes.Restoration): pass
+if __name__ == "__main__":
+    t = Trainer(Mine(**recipes.Restoration.tiny | dict(image_size=(16, 16), blocks=(1,))), "first", threads=1, val_share=0.0)
+    t.fit(4, progress=False)
+    for fix in ("lowr_lr", "lower_lr"):
+        try: prove_of(t, fix, steps=1, seeds=3, aa=6, scores=False, draws=1)
+        except UserError as e: print(e)
+    print(prove_of(t, "lower_lr", steps=1, seeds=3, aa=6, scores=False, draws=1, process=False).state)
+    t.close()
+"""
+
+
+def test_a_recipe_of_the_script_itself(tmp_path):
+    "A fix that there is not comes first; then the ways that work are named, and do."
+    (tmp_path / "mine_here.py").write_text(SCRIPT)
+    run = lambda *words: subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    said = run("mine_here.py")
+    assert "unknown fix of first 'lowr_lr'" in said.stdout and said.stdout.endswith("\ndone\n"), said
+    assert "Mine was defined in a notebook or a script" in said.stdout and "or: prove(…, process=False)" in said.stdout, said
+    assert "in a terminal goes medlab prove first lower_lr" in said.stdout, said
+    again = run("-m", "medlab", "prove", "first", "clip_norm", "--steps", "1", "--seeds", "3", "--aa", "6", "--no-scores", "--draws", "1")
+    assert again.returncode == 0, again
 
 
 # what is asked of the arms is the same question
