@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from fastcore.basics import patch
 
-from ..core import UnknownName, UserError
+from ..core import UnknownName, UserError, command_words
 from ..forks.fork import PROOFS
 from ..train.process import GOING
 from ..paired import mean_band, mean_ratio
@@ -365,7 +365,7 @@ def wait(self:Proof,
     if state not in ("failed", "killed"): return self
     why = self.error or "it ended without a word"
     raise UserError(f"proof {self.name} {'failed' if state == 'failed' else 'was killed'} after {len(self.results)} "
-        f"arms: {why}; to go on with it: medlab prove {self.path}")
+        f"arms: {why}; to go on with it: {command_words('medlab', 'prove', self.path)}")
 
 
 @patch
@@ -376,12 +376,16 @@ def stop(self:Proof): "Ask its process to stop; the arm that is being made is no
 def keep(self:Proof,
     factor:str=None,  # its name; None: the only one
 ) -> int:  # id of the request, see `Run.changes`
-    "Ask for the knobs of a factor in the run that the proof is about; its log says by which proof."
+    """Ask for the knobs of a factor in the run that the proof is about; its log says by which proof. A factor that was
+    not shown to help is kept, too, and the run has an event of level warning that says so."""
     found = {f.name: f for f in self.plan.factors}
     if factor is None and len(found) == 1: factor = next(iter(found))
     if factor not in found: raise UnknownName(f"factor of proof {self.name}", str(factor), found)
-    parent = Run(self.parent)
-    try: return parent.request(f"proof {self.name}: {self.verdicts[factor].label}", **found[factor].knobs)
+    parent, v = Run(self.parent), self.verdicts[factor]
+    try:
+        if v.kind != "helps": parent.record("proof", f"{factor} is kept, though proof {self.name} did not show that it "
+            f"helps: {verdict_words(v, self.state)}", "warning", proof=self.name)
+        return parent.request(f"proof {self.name}: {v.label}", **found[factor].knobs)
     finally: parent.close()
 
 

@@ -140,6 +140,8 @@ def test_the_run_is_left_alone(tmp_path):
     t.fit(2, progress=False)
     change = t.run.changes()[-1]
     assert (change.state, change.source) == ("applied", "proof 001-clip_norm=1000000000.0: identical to the bit within 4 steps")
+    told = t.run.events("proof")[-1]
+    assert told.level == "warning" and "is kept, though proof 001-clip_norm=1000000000.0 did not show that it helps: identical" in told.text
     t.close()
     assert [r.name for r in Run.list(tmp_path)] == ["alone", "first"], "a proof is no run of its own"
 
