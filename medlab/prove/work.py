@@ -75,7 +75,8 @@ def cost_words(
 ) -> str:
     "What a proof will cost, and what it can tell where its pairs are few, in a sentence."
     low, high = most_arms(plan)
-    arms = f"{low} to {high} arms of {plan.steps} steps" if low < high else f"{low} arms of {plan.steps} steps"
+    steps = f"{plan.steps} step{'s' * (plan.steps != 1)}"
+    arms = f"{low} to {high} arms of {steps}" if low < high else f"{low} arms of {steps}"
     reach = "".join(f"; {text}" for text in [reach_words(plan)] if text)
     if not step_time: return f"{arms}; how long a step takes is not known{reach}"
     one = plan.steps * step_time
@@ -142,7 +143,7 @@ def _tell(proof, writer, plan, results):
         writer.event("verdict", f"{name}: {v}", at=plan.at, factor=name, verdict=v.record())
     writer.store.flush()
     parent = Run(proof.parent)
-    short = "; ".join(f"{k}: {v.label} ({v.pairs} pairs)" for k, v in found.items())
+    short = "; ".join(f"{k}: {v.label} ({v.pairs} pair{'s' * (v.pairs != 1)})" for k, v in found.items())
     parent.record("proof", f"proof {proof.name}, from step {plan.at}: {short}", at=plan.at, proof=proof.name,
         verdicts={k: v.record() for k, v in found.items()})
     parent.close()
