@@ -368,6 +368,19 @@ def _refuse_same(source, output):
         "taken for cases the next time; name another folder")
     raise UserError(f"{output} is the input itself and would be overwritten; choose another output")
 
+# %% ../../nbs/cli/08_main.ipynb #fb626975
+def _without_made(cases, source, output):
+    "Cases without those of the folder below the input that predictions go into, which are named."
+    source, output = Path(source).resolve(), Path(output).resolve()
+    if not (source.is_dir() and output.is_dir() and output.is_relative_to(source)): return cases
+    lies = lambda c: bool(c.files) and all(Path(p).resolve().is_relative_to(output) for p in c.files.values())
+    made = [c.name for c in cases if lies(c)]
+    if not made: return cases
+    print_text(f"medlab: not predicted, since they lie in {output}, where predictions go: {', '.join(made[:5])}"
+        + f" and {len(made) - 5} more" * (len(made) > 5), file=sys.stderr)
+    if len(made) < len(cases): return [c for c in cases if not lies(c)]
+    raise UserError(f"every case of {source} lies in {output}, where predictions go; name another folder for them")
+
 # %% ../../nbs/cli/08_main.ipynb #07e86448
 def predict(
     argv,  # RUN INPUT OUTPUT and options
@@ -380,7 +393,7 @@ def predict(
     _refuse_same(a.input, a.output)
     recipe, model, step = load_model(a.run, a.device, a.best, cls)
     recipe.read_dicom_as(a.dicom)
-    cases = recipe.cases_at(a.input)
+    cases = _without_made(recipe.cases_at(a.input), a.input, a.output)
     if a.output.lower().endswith(recipe.endings) and len(cases) > 1:
         raise UserError(f"{a.input} holds {len(cases)} cases; give a folder as output, not {a.output}")
     recipe.check_options(**own)

@@ -2,6 +2,7 @@
 import contextlib
 import io
 import json
+import shutil
 
 import nibabel as nib
 import numpy as np
@@ -116,6 +117,20 @@ def test_a_run_that_learned_nothing_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes.Segmentation, "losses", lambda *a: {k: v * torch.nan for k, v in losses(*a).items()})
     status, out, err = said("train", "segmentation", *TINY, "--run", tmp_path / "run", "--steps", 2)
     assert status == 1 and "done at step 2" in out and "medlab: error: not one of the steps 1 to 2 was taken, so nothing was learned" in err and [e.level for e in Run(tmp_path / "run").events("no_step_taken")] == ["error"]
+
+
+def test_what_was_predicted_is_no_scan_the_next_time(files, tmp_path):
+    "Predictions may go below the scans; a second time those alone are predicted, and where nothing else is there, that is said."
+    scans = tmp_path / "scans"
+    scans.mkdir()
+    for name in ("c1", "c2"): shutil.copy(files / f"data/images/{name}.nii.gz", scans)
+    assert said("predict", files / "run", scans, scans / "made")[0] == 0
+    made = sorted(p.name for p in (scans / "made").iterdir())
+    status, out, err = said("predict", files / "run", scans, scans / "made")
+    assert status == 0 and "not predicted, since they lie in" in err and sorted(p.name for p in (scans / "made").iterdir()) == made
+    for p in scans.glob("*.nii*"): p.unlink()
+    status, out, err = said("predict", files / "run", scans, scans / "made")
+    assert status == 2 and "every case of" in err and "name another folder for them" in err
 
 
 def test_mistakes_of_prediction(files, tmp_path):
