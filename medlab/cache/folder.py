@@ -195,6 +195,16 @@ def make_room(self:CacheFolder,
 
 # %% ../../nbs/cache/03_folder.ipynb #8f146895
 @patch
+def _full(self:CacheFolder, need):
+    "Count a volume for which there is no room, and warn of the first of a process."
+    self.counts["no room"] += 1
+    if self.counts["no room"] > 1: return
+    warnings.warn(f"{self}: no room for {need / 1e9:.3g} GB, as it may hold {self.limit / 1e9:.3g} GB and what lies "
+        f"there is in use; what does not fit is decoded each time. More room: {SIZE}, or {VARIABLE} on a larger disk",
+        UserWarning, stacklevel=2)
+
+
+@patch
 def _reserve(self:CacheFolder, plan, key):
     "An open part of the size of a plan, and its path; None where there is no room for it."
     part = self.path(key).with_name(f".{key}.part")
@@ -219,7 +229,7 @@ def put(self:CacheFolder,
     "Write a volume that appears whole or not at all; raises `OSError`."
     plan = Plan(key, arrays, facts)
     if not (made := self._reserve(plan, key)):
-        self.counts["no room"] += 1
+        self._full(plan.size)
         return None
     fd, part = made
     try:
