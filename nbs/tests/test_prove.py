@@ -427,7 +427,7 @@ def test_it_says_that_it_begins_at_an_older_checkpoint(tmp_path, capsys):
     assert main(["prove", str(run), "lower_lr", "--steps", "1", "--seeds", "3", "--aa", "6", "--no-scores", "--draws", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("warning: checkpoint step_00000004.pt is damaged: its SHA-256") and lines[0].endswith("the proof begins at step 3")
-    assert lines[1].startswith("proof 001-lower_lr, from step 3: 6 to 18 arms of 1 steps")
+    assert lines[1].startswith("proof 001-lower_lr, from step 3: 6 to 18 arms of 1 step ")
     told, = [e for e in Run(run).events("proof") if e.level == "warning"]
     assert told.text.startswith("proof 001-lower_lr begins at step 3, which is older: checkpoint step_00000004.pt is damaged") and told.step == 3
 
