@@ -31,7 +31,7 @@ def _refused(run, step):
     ways = f"{why}; the nearest: {' and '.join(map(str, near))}. Fork there"
     if step > run.step: return UserError(ways)
     if near[0] > step:
-        return UserError(f"{ways}; medlab fork --replay makes steps again from a checkpoint before, and none is kept")
+        return UserError(f"{ways}; no checkpoint before it is kept, from which its steps could be made again")
     again = command_words("medlab", "fork", run.path, "--at", step, "--replay")
     return UserError(f"{ways}, or reach it from step {near[0]} by training again: {again}")
 
