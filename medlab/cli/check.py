@@ -7,7 +7,6 @@ __all__ = ['CHEAP', 'check_early', 'check_files', 'try_batch', 'try_score', 'not
            'rehearse', 'command_line']
 
 # %% ../../nbs/cli/05_check.ipynb #f92981da
-import shlex
 import tempfile
 import time
 from dataclasses import replace
@@ -18,7 +17,7 @@ from fastcore.basics import patch
 from tqdm import tqdm
 
 from ..batches.loading import Fault, First, OneSize, not_finite, unlike_in_words
-from ..core import UserError, print_text, with_own_line
+from ..core import UserError, command_words, print_text, with_own_line
 from ..preflight.page import why_not_written
 from ..preflight.report import Report
 from ..recipes.use import Use
@@ -267,5 +266,4 @@ def command_line(
     argv,  # the options that were typed
 ) -> str:
     "The command that was checked, to be copied."
-    words = ["medlab", "train", name, *(["--data-root", str(data)] if data else []), *argv]
-    return shlex.join(map(str, words))
+    return command_words("medlab", "train", name, *(["--data-root", data] if data else []), *argv)

@@ -378,7 +378,7 @@ def _without_made(cases, source, output):
     if not made: return cases
     print_text(f"medlab: not predicted, since they lie in {output}, where predictions go: {', '.join(made[:5])}"
         + f" and {len(made) - 5} more" * (len(made) > 5), file=sys.stderr)
-    if len(made) < len(cases): return [c for c in cases if not lies(c)]
+    if len(made) < len(cases): return [c for c in cases if c.name not in made]
     raise UserError(f"every case of {source} lies in {output}, where predictions go; name another folder for them")
 
 # %% ../../nbs/cli/08_main.ipynb #07e86448
