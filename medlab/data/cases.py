@@ -10,6 +10,7 @@ __all__ = ['BRATS', 'Case', 'phantom_name', 'PhantomCase', 'find_cases', 'Findin
 import json
 import os
 import re
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -127,10 +128,16 @@ def _check_names(names):
             raise UserError(f"pattern {pattern!r} leaves the case's folder; patterns are relative to it")
 
 # %% ../../nbs/data/04_cases.ipynb #1a77c44c
+def _left_out(error):
+    "Warn of a folder that cannot be listed."
+    warnings.warn(f"{error.filename} cannot be listed ({error.strerror or error}), so what lies in it is left out; "
+        "give permission to read and enter it, or move it away", UserWarning, stacklevel=3)
+
+
 def _folders(root):
     "(folder, its files) below a root, sorted; hidden ones are left out. Raises `UserError` beyond the limits."
     seen, count = {*map(str, Path(os.path.realpath(root)).parents)}, 0  # a link to one of these leads round in a loop
-    for folder, below, files in os.walk(root, followlinks=True):
+    for folder, below, files in os.walk(root, onerror=_left_out, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen: below.clear(); continue
         seen.add(real)

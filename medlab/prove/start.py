@@ -160,8 +160,9 @@ def begin(
     pause:bool=False,  # let the run wait meanwhile
 ) -> int:  # the process's id
     "Work a proof off in another process; returns at once. Raises `UserError` where somebody does already."
+    from medlab.prove.work import refuse_made
     from medlab.train.process import spawn
-    if is_live(proof.path): raise UserError(f"proof {proof.name} is being made already")
+    refuse_made(proof)
     return spawn(proof.path, dict(path=str(proof.path), device=device, threads=threads, trust=list(trust), steer=pause),
         "medlab.prove.child")
 

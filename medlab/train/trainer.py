@@ -533,6 +533,7 @@ def _steps(self:Trainer):
     self._rehearse()
     self.model.train()
     self._catch_up()
+    self.writer.store.look()  # what was asked for until now holds from the first step on
     try: self.loop.run(self._upkeep)
     except Halted:
         self.batches.end()

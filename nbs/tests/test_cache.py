@@ -311,6 +311,18 @@ def test_a_faulty_case_is_told_by_its_reader_and_not_kept(root, on):
     assert not cache.entries()
 
 
+@pytest.mark.parametrize("gb", ["abc", "0", "-1", "nan", "inf", "1e10"])
+def test_a_size_that_is_none_is_refused_before_any_sample(root, tmp_path, on, gb, capsys, monkeypatch):
+    cache = on(gb="")
+    command = ["train", "segmentation", "--data_root", str(root), "--run", str(tmp_path / "run"), "--steps", "1", "--debug"]
+    monkeypatch.setenv("MEDLAB_CACHE_GB", gb)
+    assert main(command) == 2 and not (tmp_path / "run").exists()
+    assert f"MEDLAB_CACHE_GB={gb!r} must be a number of GB above 0" in capsys.readouterr().err
+    assert not cache.entries()
+    monkeypatch.setenv("MEDLAB_CACHE_GB", "0.5")
+    assert main(command) == 0 and named_folder().limit == 5e8
+
+
 def test_the_command_lists_and_clears(root, on, capsys, monkeypatch):
     def said(*words):
         status = main(["cache", *words])

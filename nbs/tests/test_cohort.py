@@ -44,6 +44,21 @@ def save(x, path, affine=None, dtype=np.float32):
     nib.save(nib.Nifti1Image(np.ascontiguousarray(x.T.astype(dtype)), np.eye(4) if affine is None else affine), path)
 
 
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path, monkeypatch, recwarn):
+    "And those beside it are read; root may list everything, so the refusal is the system's word in its place."
+    for name in ("a", "b"): save(field(len(name)), tmp_path / name / "t1n.nii.gz")
+    listed, shut = os.scandir, str(tmp_path / "b")
+    assert [c.name for c in find_cases(tmp_path)] == ["a", "b"] and not recwarn
+
+    def scandir(path):
+        if str(path) == shut: raise PermissionError(13, "Permission denied", shut)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.warns(UserWarning, match="/b cannot be listed .Permission denied., so what lies in it is left out; give permission"):
+        assert [c.name for c in find_cases(tmp_path)] == ["a"]
+
+
 def stored_turned(x, path):
     "The same volume with its first axis stored the other way round, as float64."
     flip = np.diag([-1.0, 1, 1, 1]); flip[0, 3] = x.shape[2] - 1

@@ -21,7 +21,7 @@ from medlab.core import UnknownName, UserError
 from medlab.forks.fork import PROOFS, fork_run
 from medlab.prove import start as start_module
 from medlab.prove.proof import proofs_of
-from medlab.prove.start import new_proof, prove
+from medlab.prove.start import begin, new_proof, prove
 from medlab.prove.work import make_proof
 from medlab.run.directory import Run
 from medlab.run.store import Store
@@ -468,6 +468,7 @@ def test_one_proof_in_two_processes(tmp_path, capsys):
     proof = new_proof(run, knobs=dict(lr=1e-5), pairs=7, aa=6, steps=40, scores=False, draws=1)
     with Trainer(tiny(), proof.path, resume=True, threads=1, val_share=0.0):
         assert main(["prove", str(proof.path)]) == 2
+        with pytest.raises(UserError, match="001-lr=1e-05 is being made already; wait for it, or stop it: "): begin(proof)
     told = capsys.readouterr().err
     assert "proof 001-lr=1e-05 is being made already; wait for it, or stop it: Proof(" in told and "directory" not in told
 

@@ -277,6 +277,19 @@ def test_rubbish_from_another_process(make):
     with pytest.raises(UserError, match="at='soon' must be the number of a step"): t.set(at="soon", lr=1e-5)
 
 
+def test_what_another_asked_for_before_holds_from_the_first_step(make):
+    "Also where the thread that looks for requests is slow."
+    t = make().fit(1, progress=False)
+    run, store = Run(t.path), t.writer.store
+    look = store._look
+    store._look = lambda: (time.sleep(0.1), look())
+    for i in range(8):
+        run.request(lr=2e-5 * (i + 1))
+        t.fit(1, progress=False)
+    assert t.run.metrics("lr")["lr"].value.tolist()[1:] == [2e-5 * (i + 1) for i in range(8)]
+    assert [c.applied_step for c in run.changes()] == list(range(2, 10))
+
+
 def test_a_stop_for_a_trainer_that_is_gone_does_not_stop_the_next(make):
     t = make()
     t.fit(1, progress=False); t.close()
