@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ..core import UnknownName, UserError, print_text
 from ..export.encoder import Trained, trained_encoder
@@ -103,6 +104,8 @@ def _gains(task, made, repeats):
 def _told(gain, what):
     "(difference, low, high) in words."
     made, low, high = gain
+    if not (np.isfinite(low) and np.isfinite(high)):
+        return f"{made:+.3f} {what}, judged by too few patients for an interval: nothing is said of it"
     known = "above" if low > 0 else "below" if high < 0 else "not told apart from"
     return f"{made:+.3f} {what} [{low:+.3f}, {high:+.3f}], 95 % over patients: {known} it"
 
@@ -128,6 +131,13 @@ def _divided(t, run, whose, labels, share, seed, least=2):
 def _rivals(t):
     "The run's encoder, and one that learned nothing."
     return dict(trained=t.model.encoder, random=t.recipe.fresh_encoder().to(next(t.model.parameters()).device))
+
+
+def _moved(t):
+    "Sentence: whose weights are judged, and how far they are from those of the encoder that learned nothing."
+    trained, fresh = (torch.nn.utils.parameters_to_vector(m.parameters()).detach().float() for m in _rivals(t).values())
+    share = (torch.linalg.vector_norm(trained - fresh) / torch.linalg.vector_norm(fresh)).item()
+    return f"the encoder is that of step {t.step}; its weights are {share:.2g} of their size away from the random one's"
 
 # %% ../../nbs/cli/07_features.ipynb #ddcb6f6c
 def _scratch(t, cases, task, steps, seed, repeats):
@@ -176,7 +186,7 @@ def _layers_table(t, run, cases, volumes, share, seed, repeats, steps):
     task, said = _divided(t, run, [c for c in cases if c.name not in left], labels, share, seed, 1)
     made = {k: judge_layers(task, found, k, seed, repeats, steps=steps) for k in found.values}
     window = "×".join(map(str, t.recipe.image_size))
-    notes = [f"the encoder is that of step {t.step}", *volumes.matched.lines, *said, f"judged in the {window} voxels "
+    notes = [_moved(t), *volumes.matched.lines, *said, f"judged in the {window} voxels "
         "in the middle of each scan; Dice of all scans together, mean over the classes that occur"]
     rows = [r for m in made.values() for r in m.rows]
     return ProbeTable(rows, "\n".join([*notes, *_layer_gains(task, made, repeats)]),
@@ -197,7 +207,7 @@ def _labels_table(t, run, cases, asked, kinds, share, seed, repeats, scratch_ste
     task, said = _divided(t, run, [c for c in cases if c.name not in left], matched.labels, share, seed)
     made = _judged(found, task, kinds, seed, repeats)  # every case found is known: the task has them in their order
     if scratch_steps: made[SCRATCH, SUPERVISED] = _scratch(t, known, task, scratch_steps, seed, repeats)
-    notes = [f"the encoder is that of step {t.step}", *matched.lines, *said]
+    notes = [_moved(t), *matched.lines, *said]
     return ProbeTable([m.row for m in made.values()], "\n".join([*notes, *_gains(task, made, repeats)]),
         without_label=matched.without_label, without_scan=matched.without_scan)
 

@@ -145,6 +145,10 @@ def _describe(trainer, target, path=None):
         print_text(f"warning: batch_size {batch} is above the {n} samples there are: a batch holds some twice")
     for level, text in info.get("notes", ()):
         if level == "info": print_text(text)
+    k = trainer.knobs.now
+    if trainer.iteration < target <= k.warmup:
+        print_text(f"warning: all steps to {target} lie in the warm-up, in which the learning rate rises to "
+            f"{k.lr * target / k.warmup:.3g} of {k.lr:g}; train longer, or take a smaller --warmup (now {k.warmup})")
 
 # %% ../../nbs/cli/08_main.ipynb #3a675dc5
 def _say_scores(trainer):
@@ -463,7 +467,9 @@ def _encoder_parser(prog, text, output):
     p.add_argument("run", type=str, help="run directory, of vjepa3d")
     if output: p.add_argument("data", type=str, help="a scan, a folder or a list of scans")
     else: p.add_argument("data", type=str, nargs="?", help="a folder or a list of scans; default those of the run")
-    if output: p.add_argument("output", type=str, help="file.npz, or file.parquet: a row for each scan")
+    if output:
+        p.add_argument("output", type=str, help="file.npz, or file.parquet, which needs medlab[table]: a row for each "
+            "scan. Exit status 2 where scans were left out, which are named; the rest is written")
     return _add_weights(p)
 
 
@@ -491,8 +497,9 @@ def probe(
 ) -> int:  # exit status
     "Say what a run's frozen encoder knows of labels, beside random weights, greys and a depth profile (vjepa3d)."
     p = _encoder_parser("probe", probe.__doc__, False)
-    p.add_argument("--labels", type=str, help="CSV with a column case or patient, and one of labels; of phantoms: "
-        "lesion, texture or layers; default the field labels of the run")
+    p.add_argument("--labels", type=str, help="CSV with a column case or patient, and one of classes; patients whom "
+        "the encoder was trained on teach the probe and never judge it. Of phantoms: lesion, texture or layers; "
+        "default the field labels of the run")
     p.add_argument("--masks", type=str, help="folder of label volumes, each with its scan's name and voxels: NIfTI, "
         "TIFF, or a folder of PNG; asks for layers by a linear head on tokens")
     p.add_argument("--target", type=str, help="column of the labels; default label, or the only one")

@@ -41,13 +41,14 @@ def read_json(
 def read_csv(
     path,  # a .csv
 ) -> tuple:  # (rows as dictionaries, columns); a column of a row that is short is None
-    "The rows of a CSV with a head; raises `UserError` for what is none."
+    "The rows of a CSV with a head, by commas, else semicolons or tabs; raises `UserError` for what is none."
     text = read_text(path)
     head = text.partition("\n")[0]
-    comma = ";" if ";" in head and "," not in head else ","
+    comma = next((c for c in ",;\t" if c in head), ",")
     with reading(path, "cannot be read as a list", "save it as CSV again"):
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=comma, strict=True)
-        rows, columns = list(reader), [c for c in reader.fieldnames or () if c]
+        reader.fieldnames = [c.strip() for c in reader.fieldnames or ()]
+        rows, columns = list(reader), [c for c in reader.fieldnames if c]
     wide = next((n for n, r in enumerate(rows, 2) if None in r), None)
     if wide: raise UserError(f"{path}: line {wide} has more cells than the head has columns "
         f"({', '.join(columns[:9])}); put quotes around a cell that holds a comma")

@@ -74,6 +74,8 @@ def check_features_file(
     "Raise `UserError` for an ending that is no format of features, and where no file can be written."
     file = Path(file)
     if file.suffix not in FORMATS: raise UserError(f"{file}: features are written as {' or '.join(FORMATS)}")
+    if file.suffix == ".parquet":
+        for package in ("pandas", "pyarrow"): optional(package, "table")  # before hours of embedding
     if file.is_dir(): raise UserError(f"{file} is a folder; name a file")
     if why := why_unwritable(file.parent): raise UserError(f"{file} cannot be written ({why}); choose another folder")
 

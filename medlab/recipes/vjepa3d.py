@@ -681,8 +681,8 @@ class SchedulePlan:
             ax.set(xlabel="optimizer steps", title=name)
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #a4c72bff
-def _spoken(lr, momentum, decay, restarts, steps, k):
-    "[level, sentence] of a plan."
+def _spoken(lr, momentum, decay, restarts, steps, k, asked):
+    "[level, sentence] of a plan; asked: for a number of steps."
     ends = k.teacher_horizon or k.horizon
     yield ["info", f"learning rate over {len(steps)} optimizer steps: {lr[0]:.3g} at step {steps[0]}, at most "
         f"{max(lr):.3g}, {lr[-1]:.3g} at the end ({k.schedule}, {k.warmup} of warm-up, horizon {k.horizon}), "
@@ -698,8 +698,9 @@ def _spoken(lr, momentum, decay, restarts, steps, k):
         yield ["warning", f"the learning rate is 0 from step {steps[lr.index(0.0)]} on, and nothing is learned in "
             f"{zero} of {len(steps)} steps; the horizon {k.horizon} counts optimizer steps, not epochs"]
     if k.teacher_end == 1 and steps[-1] > ends:
+        long = str(steps[-1] + 1) if asked else "as many steps as the run is to have"
         yield ["warning", f"the teacher stands still from step {ends} on, for its momentum is 1; a teacher_horizon "
-            f"of {steps[-1] + 1} lets it follow to the end"]
+            f"of {long} lets it follow to the end"]
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #cd2d93e1
 @patch
@@ -715,7 +716,7 @@ def plan(self:VJEPA3D,
     numbers = list(range(taken, end))
     lr, momentum, decay = ([at(n) for n in numbers] for at in (lr_at, momentum_at, decay_at))
     restarts = [n for n, a, b in zip(numbers[1:], lr, lr[1:]) if b > a and n > k.warmup]
-    levels = list(_spoken(lr, momentum, decay, restarts, numbers, k))
+    levels = list(_spoken(lr, momentum, decay, restarts, numbers, k, steps))
     return SchedulePlan(numbers, lr, momentum, decay, restarts, levels)
 
 # %% ../../nbs/recipes/09_vjepa3d.ipynb #2a0fb984

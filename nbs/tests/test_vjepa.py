@@ -3,6 +3,7 @@
 import functools
 import os
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -137,6 +138,23 @@ def test_what_cannot_be_embedded_or_probed_is_refused(scans, monkeypatch, words,
     (scans / "misspelt.csv").write_text("case,label\nPatient-0001_r_0,0\nPatient-0002_r_0,1\n")
     is_mistake(said(*words, "--threads", 1), message)
     assert not (scans / "out.npz").exists()
+
+
+def test_a_missing_package_is_told_before_any_scan_is_read(scans, monkeypatch):
+    from medlab.cli import features
+    monkeypatch.chdir(scans)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(features, "embed_run", lambda *words: pytest.fail("it was embedded"))
+    is_mistake(said("embed", "whole", "data", "out.parquet", "--threads", 1), "medlab[table]")
+
+
+def test_a_run_within_its_warm_up_is_told(tmp_path):
+    words = ("train", "vjepa3d", "--debug", "--steps", 3, "--threads", 1, "--phantoms", 4)
+    status, out, err = said(*words, "--run", tmp_path / "a")
+    assert status == 0 and "warning: all steps to 3 lie in the warm-up, in which the learning rate rises to 3e-07 of 0.0001; train longer, or take a smaller --warmup (now 1000)" in out, (out, err)
+    status, out, err = said(*words, "--run", tmp_path / "b", "--warmup", 2)
+    assert status == 0 and "lie in the warm-up" not in out, (out, err)
+
 
 
 def test_damaged_files_are_in_the_table_and_training_goes_on(tmp_path):
