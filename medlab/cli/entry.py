@@ -13,7 +13,7 @@ from pathlib import Path
 # %% ../../nbs/cli/10_entry.ipynb #8f6004b4
 NAMES = ("codec", "fast_ddpm", "restoration", "segmentation", "slice_interpolation", "vjepa3d")  # of recipes
 TRAIN = ("--config", "--run", "--recipe", "--resume", "--steps", "--device", "--threads", "--use-wandb",
-    "--tensorboard", "--debug", "--set", "--size", "--data_root")
+    "--tensorboard", "--debug", "--set", "--size", "--data_root", "--mirror", "--mirror_wait")
 WORDS = dict(  # command → (what its words are, its options)
     train=(("recipe",), TRAIN), check=(("data",), (*TRAIN, "--check-minutes")),
     predict=(("run", "input", "output"), ("--recipe", "--best", "--device", "--dicom")),

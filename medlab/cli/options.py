@@ -30,7 +30,8 @@ RECIPES = dict(fast_ddpm=("medlab.recipes.fast_ddpm", "FastDDPM"),
     segmentation=("medlab.recipes.segmentation", "Segmentation"),
     slice_interpolation=("medlab.recipes.slice_interpolation", "SliceInterpolation"),
     codec=("medlab.recipes.codec", "Codec"), vjepa3d=("medlab.recipes.vjepa3d", "VJEPA3D"))
-RUN_KEYS = dict(run=str, steps=int, device=str, threads=int)  # keys that belong to the run, not to recipe or knobs
+# keys that belong to the run, not to recipe or knobs
+RUN_KEYS = dict(run=str, steps=int, device=str, threads=int, mirror=str, mirror_wait=int)
 
 
 def is_place(text:str) -> bool:
@@ -103,6 +104,11 @@ def _add_run_options(p):
     p.add_argument("--use-wandb", action="store_true",
         help="copy telemetry to Weights & Biases (WANDB_MODE=offline works without a network)")
     p.add_argument("--tensorboard", type=str, help="folder to copy telemetry to, for TensorBoard")
+    p.add_argument("--mirror", type=str, metavar="URL",
+        help="folder, s3://BUCKET/NAME or gs://BUCKET/NAME of this run alone, to which what is saved is copied meanwhile; "
+            "with --resume and --run NAME the run is fetched from there where it is not here")
+    p.add_argument("--mirror_wait", type=int, metavar="SECONDS",
+        help="how long the end of training waits for the last state to reach the mirror, default 60")
     p.add_argument("--debug", action="store_true",
         help="a tiny network and few cases: seconds to the first step")
     p.add_argument("--reread", action="store_true",

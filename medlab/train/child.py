@@ -15,10 +15,10 @@ from .trainer import Trainer
 
 # %% ../../nbs/train/11_child.ipynb #534b005b
 def work(
-    path:str, until:int, device:str, threads:int, trust=(),  # see `start_process`
+    path:str, until:int, device:str, threads:int, trust=(), mirror=None,  # see `start_process`
 ) -> int:  # exit status: 0, or 1 where it could not begin
     "Open the run and train."
-    try: trainer = Trainer(recipe_of(path, trust), path, resume=True, device=device, threads=threads)
+    try: trainer = Trainer(recipe_of(path, trust), path, True, device, threads, mirror=mirror)
     except Exception as e:
         traceback.print_exception(e)
         leave_word(path, e, "".join(traceback.format_exception(e)))

@@ -45,7 +45,7 @@ class Saver:
         # the state that training ended in, where its end could not be saved; whether the last save failed
         self.unsaved, self.missed = None, False
         self.written = None, None  # what the newest checkpoint is of, see `_mark`; its file
-        self.segments = []  # called when a segment begins
+        self.segments, self.saved = [], []  # called when a segment begins; with the file of a new checkpoint
         self.clock = clock
         self.begin()
 
@@ -69,6 +69,7 @@ def save(self:Saver) -> Path:  # None where it could not be written, and trainin
             file = self.checkpoints.save(self.iteration, self.state.state_dict(), self.knobs.keep)
             self.written = self._mark(), file
             self.writer.event("checkpoint", f"step {self.iteration} was saved as {file.name}")
+            for call in self.saved: call(file)
     except NotSaved as e:
         self.missed = True
         self.writer.event("checkpoint_failed", e.strerror or str(e), "error", errno=e.errno)

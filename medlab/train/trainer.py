@@ -41,6 +41,7 @@ from ..memory.retry import OOMRetry
 from ..memory.savings import read_checkpointing
 from ..memory.usage import Memory, on_device
 from ..memory.watch import MemoryWatch
+from ..mirror.mirror import mirror_of
 from ..parallel.replicas import replicas_here
 from ..recipes.base import Recipe
 from ..recipes.origin import changed_source, keep_source, origin_of, shown_before
@@ -85,12 +86,14 @@ class Trainer:
         # copies of the telemetry for other tools, see `medlab.run.loggers`, or a function that makes them when all else
         # is accepted
         loggers=(),
+        mirror=None,  # folder or URL that what is saved is copied to, or a `medlab.mirror.mirror.Mirror`; None: none
         **knobs,  # values at the start, or where a run goes on a change before its next step; `UserError` for a bad one
     ):
         refuse_child()
         self.recipe, self.path, self.threads = recipe, Path(run), checked_threads(threads)
         self.device, self.progress, self.worker = torch_device(device), Progress(), Worker(str(run))
         self.handed_over = False  # whether a process goes on with the run
+        self.mirror = mirror_of(mirror, self.path, resume)
         self._begin(self._read(resume, knobs), resume, knobs, loggers)
 
     def __enter__(self): return self
@@ -140,7 +143,9 @@ def _begin(self:Trainer, stored, resume, knobs, loggers):
     aside = None if resume else move_aside(self.path)
     self.writer = RunWriter.claim(self.path, not resume, loggers() if callable(loggers) else loggers)
     with self.writer.watched(EventPrinter(whole=True, most=sys.maxsize)):
-        try: self._assemble(stored, knobs, aside)
+        try:
+            self._assemble(stored, knobs, aside)
+            if self.mirror: self.mirror.begin(self.writer)
         except BaseException:
             self.close()
             raise
@@ -336,6 +341,7 @@ def _make_loop(self:Trainer):
     self.saver = Saver(self.state, self.writer, self.loop, self.worker, self.recipe, self.knobs, self.device,
         self.threads)
     self.saver.segments += [self.telemetry.new_segment, self.loss_scale.reset]
+    if self.mirror: self.saver.saved.append(self.mirror.wake)
 
 # %% ../../nbs/train/10_trainer.ipynb #fd56cc4d
 @patch
@@ -347,11 +353,12 @@ def _recover(self:Trainer, iteration, torn):
 # %% ../../nbs/train/10_trainer.ipynb #d270334a
 @patch(cls_method=True)
 def open(cls:Trainer,
-    run,  # run directory of a recipe that ships with medlab
+    run,  # run directory of a recipe that ships with medlab; with a mirror it may be absent
     **kw,  # of the constructor
 ) -> Trainer:
     """Go on with a run: recipe and configuration come from the run directory, the state from its newest whole
     checkpoint."""
+    mirror_of(kw.get("mirror"), Path(run), True)  # which may have to fetch it
     return cls(recipe_of(run), run, resume=True, **kw)
 
 # %% ../../nbs/train/10_trainer.ipynb #2683b071
@@ -434,7 +441,7 @@ def _hand_over(self:Trainer, until):
     self.close()
     self._let_go()
     self.handed_over = True
-    start_process(self.path, until, str(self.device), self.threads, trust)
+    start_process(self.path, until, str(self.device), self.threads, trust, self.mirror and self.mirror.url)
     return Run(self.path)
 
 # %% ../../nbs/train/10_trainer.ipynb #b58d1f46
@@ -525,6 +532,7 @@ def _train(self:Trainer, show):
         if show: self.telemetry.bar.close(p.iteration)
         self.writer.set_state(state)
         self.writer.store.flush()
+        if self.mirror: self.mirror.wake()
 
 # %% ../../nbs/train/10_trainer.ipynb #ec5b4ff4
 @patch
@@ -662,7 +670,9 @@ def restore(self:Trainer,
 # %% ../../nbs/train/10_trainer.ipynb #a343b57d
 @patch
 def close(self:Trainer):
-    "Stop, write everything and let go of the run directory."
+    "Stop, write everything, wait for the mirror within its bounds, and let go of the run directory."
     self.worker.stop()
     if self.worker.ident is None or self.worker.elsewhere: idle(self.worker, lambda: self.iteration + 1)
-    self.writer.close()
+    try:
+        if self.mirror: self.mirror.close()
+    finally: self.writer.close()
