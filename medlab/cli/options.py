@@ -105,8 +105,8 @@ def _add_run_options(p):
         help="copy telemetry to Weights & Biases (WANDB_MODE=offline works without a network)")
     p.add_argument("--tensorboard", type=str, help="folder to copy telemetry to, for TensorBoard")
     p.add_argument("--mirror", type=str, metavar="URL",
-        help="folder, s3://BUCKET/NAME or gs://BUCKET/NAME of this run alone, to which what is saved is copied meanwhile; "
-            "with --resume and --run NAME the run is fetched from there where it is not here")
+        help="folder, s3://BUCKET/NAME or gs://BUCKET/NAME of this run alone, to which what is saved is copied "
+            "meanwhile; with --resume and --run NAME the run is fetched from there where it is not here")
     p.add_argument("--mirror_wait", type=int, metavar="SECONDS",
         help="how long the end of training waits for the last state to reach the mirror, default 60")
     p.add_argument("--debug", action="store_true",

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAUSES', 'Unreachable', 'unreachable', 'asked', 'receive', 'fetch_state', 'fetch', 'bring']
 
-# %% ../../nbs/mirror/04_fetch.ipynb #51f01416
+# %% ../../nbs/mirror/04_fetch.ipynb #d9e7c4ab
 import shutil
 import sqlite3
 import time
@@ -13,10 +13,11 @@ from pathlib import Path
 
 from ..core import UserError, print_text
 from .places import Damaged, checked, is_mistake, place_at, reason
-from .sender import refuse_behind
+from .sender import PASSED, refuse_behind
 from .states import DATABASE, OWNER, manifests, read_manifest, read_word, refuse_other, run_id
 from ..run.checkpoint import write_durably
 from ..run.directory import Run
+from ..run.records import write_meta
 from ..run.sharing import made_aside
 
 # %% ../../nbs/mirror/04_fetch.ipynb #b4731512
@@ -74,17 +75,19 @@ def receive(
     if isinstance(last, Damaged): raise last
     raise unreachable(place, last) from last
 
-# %% ../../nbs/mirror/04_fetch.ipynb #6351c504
+# %% ../../nbs/mirror/04_fetch.ipynb #dca126bc
 def fetch_state(
     place,  # of `place_at`
     state,  # `State`
     folder,  # an empty one
+    wrong=None,  # a set that takes the hashes of what is missing or damaged; None: nobody asks
 ) -> list:  # why files that can be spared are not there, sentences
     "Bring a state. Raises `Damaged` where it cannot be gone on with, `Unreachable`, and `OSError`."
     lost = {}
     for entry in sorted(state.files, key=lambda e: e.name not in state.essential):
         try: receive(place, entry, folder)
         except Damaged as e:
+            if wrong is not None: wrong.add(entry.sha256)
             if entry.name in state.essential: raise
             lost[entry.name] = str(e)
     (Path(folder) / "checkpoints").mkdir(exist_ok=True)
@@ -95,38 +98,43 @@ def fetch_state(
     finally: db.close()
     return [f"{text}; it is left out" for text in lost.values()]
 
-# %% ../../nbs/mirror/04_fetch.ipynb #fd578cd8
+# %% ../../nbs/mirror/04_fetch.ipynb #c754d1a1
 def _refuse_small(state, folder):
     "Raise where a disk has no room for a state."
     free = shutil.disk_usage(folder).free
     if state.bytes > free: raise UserError(f"the state of step {state.step} has {state.bytes / 1e6:,.1f} MB, and "
         f"{free / 1e6:,.1f} MB are free at {folder}: make room, or name a run directory on another disk")
 
-
+# %% ../../nbs/mirror/04_fetch.ipynb #aa9d83ca
 def _first_whole(place, made):
-    "(the newest whole state, which is in the folder then, or None; reasons), newest first."
-    reasons = []
+    "(the newest whole state, which is in the folder then, or None; reasons; hashes that are wrong), newest first."
+    reasons, wrong = [], set()
     for name in asked(manifests, place):
         shutil.rmtree(made)
         made.mkdir()
         try:
             state = asked(read_manifest, place, name)
             _refuse_small(state, made)
-            return state, reasons + fetch_state(place, state, made)
+            return state, reasons + fetch_state(place, state, made, wrong), wrong
         except Damaged as e: reasons.append(f"state {int(name.partition('-')[0])} is refused: {e}")
-    return None, reasons
+    return None, reasons, wrong
 
-
-def _record(made, place, state, reasons):
+# %% ../../nbs/mirror/04_fetch.ipynb #af6bfec5
+def _record(made, place, state, reasons, wrong):
     "Write into the run where it came from, and what was passed over."
-    run = Run(made)
+    word, run = asked(read_word, place) or {}, Run(made)
+    if word.get("number", 0) > state.number: wrong = wrong | {word.get("newest", "")}
+    db = sqlite3.connect(made / DATABASE)
+    try:
+        with db: write_meta(db, **{PASSED: sorted(wrong)})
+    finally: db.close()
     try:
         for text in reasons: run.record("mirror", f"the mirror {place}: {text}", "warning", at=state.step)
         run.record("mirror", f"fetched the state of step {state.step} from the mirror {place}", at=state.step,
             number=state.number, bytes=state.bytes)
     finally: run.close()
 
-# %% ../../nbs/mirror/04_fetch.ipynb #76e511e6
+# %% ../../nbs/mirror/04_fetch.ipynb #56c10030
 def fetch(
     url,  # of the mirror, or a place
     path,  # run directory that does not exist, or is an empty folder
@@ -138,11 +146,12 @@ def fetch(
     say(f"fetching {path} from the mirror {place}")
     try:
         with made_aside(path) as made:
-            state, reasons = _first_whole(place, made)
+            state, reasons, wrong = _first_whole(place, made)
             for text in reasons: say(f"the mirror: {text}")
             if state is None: raise UserError(_nothing(place, reasons))
-            _record(made, place, state, reasons)
-    except OSError as e: raise UserError(f"{path} cannot be written ({reason(e)}); make room, or choose another") from e
+            _record(made, place, state, reasons, wrong)
+    except OSError as e:
+        raise UserError(f"{path} cannot be written ({reason(e)}); make room, or choose another") from e
     say(f"fetched step {state.step}, {state.bytes / 1e6:,.1f} MB in {len(state.files)} files")
     return path
 
@@ -153,7 +162,7 @@ def _nothing(place, reasons):
     if asked(read_word, place, OWNER): return f"the mirror {place} holds no state yet: its run ended before one arrived"
     return f"the mirror {place} is empty; look at its name, or begin a run that is mirrored there"
 
-# %% ../../nbs/mirror/04_fetch.ipynb #86df11c9
+# %% ../../nbs/mirror/04_fetch.ipynb #c54b8e5f
 def bring(
     url,  # of the mirror, or a place
     path,  # run directory to go on with
@@ -165,10 +174,11 @@ def bring(
     run = Run(path)
     try: owner, steps = run_id(run.meta), [c["step"] for c in run.checkpoints()]
     finally: run.close()
-    try: word = asked(refuse_behind, place, path) if asked(refuse_other, place, owner) else None
+    try: word = asked(refuse_other, place, owner) and asked(refuse_behind, place, path)
     except Unreachable as e:
         say(f"{e}; going on with {path} as it is here")
         return Path(path)
     if word and steps and steps[-1] != word["step"]:
-        say(f"going on with {path} at step {steps[-1]} as it is here; the mirror holds step {word['step']} of it")
+        there = f"the mirror holds step {word['step']} of it"
+        say(f"going on with {path} at step {steps[-1]} as it is here; {there}")
     return Path(path)

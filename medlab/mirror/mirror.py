@@ -20,7 +20,7 @@ from .places import Folder, is_mistake, place_at, reason
 from .sender import GivenUp, Sender
 from .states import Taken, refuse_other
 
-# %% ../../nbs/mirror/05_mirror.ipynb #6a5f10b1
+# %% ../../nbs/mirror/05_mirror.ipynb #3cc34df7
 REASONS = 5  # that are told in an episode
 
 
@@ -33,9 +33,11 @@ class Teller:
         behind:int=3,  # checkpoints without a state, ≥ 1, from which on it is told
         clock=time.monotonic,
     ):
-        self.report, self.name, self.behind, self.clock = report, name, behind, clock
-        self.since, self.reasons, self.next = None, set(), behind  # s when an episode began; what it told
-        self.first, self.late, self.noted = True, False, set()
+        self.report, self.name = report, name
+        self.behind, self.clock = behind, clock
+        # s when an episode of trouble began, what it told, and whether checkpoints wait
+        self.since, self.reasons, self.late = None, set(), False
+        self.next, self.first, self.noted = behind, True, set()  # to be told next; nothing came yet; told for good
 
     def failed(self, error):
         "An attempt failed."
@@ -123,7 +125,7 @@ class Mirror:
         self.ending, self.refused = None, ""  # s of `time.monotonic` when nobody waits any more; why it stopped
         self.last = None  # the newest state that arrived
 
-# %% ../../nbs/mirror/05_mirror.ipynb #5fefc310
+# %% ../../nbs/mirror/05_mirror.ipynb #0f2275d5
 @patch
 def look(self:Mirror,
     path,  # run directory
@@ -140,8 +142,8 @@ def look(self:Mirror,
     try: within(lambda: refuse_other(self.place, ""), self.patience)
     except UserError: raise
     except Exception as e:
-        if is_mistake(e): raise UserError(f"the mirror {self.place} cannot be used: {reason(e)}; mend that, or leave it "
-            "out") from e
+        if is_mistake(e):
+            raise UserError(f"the mirror {self.place} cannot be used: {reason(e)}; mend that, or leave it out") from e
         self.say(f"the mirror {self.place} does not answer ({reason(e)}); training begins, and it is tried again")
     return self
 
@@ -155,7 +157,7 @@ def mirror_of(
     if mirror is None: return None
     return (mirror if isinstance(mirror, Mirror) else Mirror(mirror)).look(path, resume)
 
-# %% ../../nbs/mirror/05_mirror.ipynb #702dfbbd
+# %% ../../nbs/mirror/05_mirror.ipynb #dba05352
 @patch
 def begin(self:Mirror,
     writer,  # `RunWriter`
@@ -169,7 +171,9 @@ def begin(self:Mirror,
 
 
 @patch
-def wake(self:Mirror, file=None):
+def wake(self:Mirror,
+    file=None,  # of a checkpoint; None: something else changed
+):
     "There is something newer, such as a checkpoint; returns at once. From any thread."
     with self.turn:
         self.written, self.saved = self.written + 1, self.saved + bool(file)
@@ -177,15 +181,13 @@ def wake(self:Mirror, file=None):
         self.turn.notify_all()
     if file and not self.refused: self.teller.waits(waiting)
 
-# %% ../../nbs/mirror/05_mirror.ipynb #b249334d
+# %% ../../nbs/mirror/05_mirror.ipynb #d41de6ff
 @patch
 def _loop(self:Mirror):
     "Bring what is newer until training has ended, and what it ended with is there."
     failures = 0
     while True:
-        with self.turn:
-            self.turn.wait_for(lambda: self.written > self.done or self.ending is not None)
-            wanted = self.written, self.saved
+        wanted = self._next()
         if self._over(): return
         try: self._once(wanted)
         except (Taken, GivenUp) as e: return self._refuse(e)
@@ -197,12 +199,20 @@ def _loop(self:Mirror):
 
 
 @patch
+def _next(self:Mirror):
+    "Wait until something is newer, or training has ended; (states, checkpoints) that were asked for until now."
+    with self.turn:
+        self.turn.wait_for(lambda: self.written > self.done or self.ending is not None)
+        return self.written, self.saved
+
+
+@patch
 def _over(self:Mirror):
     "Whether nothing is left to do, or nobody waits for it any more."
     if self.ending is None: return False
     return self.written == self.done or time.monotonic() >= self.ending
 
-
+# %% ../../nbs/mirror/05_mirror.ipynb #5f69ea7b
 @patch
 def _rest(self:Mirror, seconds):
     "Pause after a failure; shortly where training has ended."
@@ -232,10 +242,10 @@ def _refuse(self:Mirror, error):
         self.turn.notify_all()
     if isinstance(error, Taken): self.teller.report("mirror", f"{error}. This run is mirrored no more", "error")
 
-# %% ../../nbs/mirror/05_mirror.ipynb #c0d12295
+# %% ../../nbs/mirror/05_mirror.ipynb #c94126f4
 @patch
 def close(self:Mirror):
-    "Wait for the last state, within bounds, and end; harmless when repeated. Raises `KeyboardInterrupt`."
+    "Wait for the last state within bounds, and end; harmless when repeated. Raises `KeyboardInterrupt`."
     if self.thread is None or self.ending is not None: return
     here = lambda: self.done == self.written or bool(self.refused)
     with self.turn:
@@ -251,12 +261,12 @@ def close(self:Mirror):
     if not there: self._late()
     self.teller.report = lambda *_, **__: None  # the run's writer is about to close
 
-
+# %% ../../nbs/mirror/05_mirror.ipynb #a4dc2e6d
 @patch
 def _wait_longer(self:Mirror, here):
     "Say what is waited for, and wait."
-    self.say(f"waiting up to {self.wait:g} s for the last state of the run to reach the mirror {self.place}; Ctrl-C goes "
-        "without it")
+    self.say(f"waiting up to {self.wait:g} s for the last state of the run to reach the mirror {self.place}; Ctrl-C "
+        "goes without it")
     try:
         with self.turn: return self.turn.wait_for(here, max(0.0, self.ending - time.monotonic()))
     except KeyboardInterrupt: return False

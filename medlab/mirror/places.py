@@ -196,6 +196,22 @@ def remove(self:Remote, name):
     "Remove an object."
     with contextlib.suppress(FileNotFoundError): self.fs.rm_file(self._at(name))
 
+# %% ../../nbs/mirror/00_places.ipynb #1822e575
+@patch
+def sweep(self:Folder):
+    "Nothing is left behind but files, which are seen."
+
+
+@patch
+def sweep(self:Remote):
+    "Forget uploads that a process left unfinished; whatever a store says to that, it is no reason not to use it."
+    if not hasattr(self.fs, "call_s3"): return
+    bucket, _, prefix = self.root.partition("/")
+    with contextlib.suppress(Exception):
+        found = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/objects/".lstrip("/"))
+        for u in found.get("Uploads", ()):
+            self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=u["Key"], UploadId=u["UploadId"])
+
 # %% ../../nbs/mirror/00_places.ipynb #c0907925
 SMALL = 2**24  # bytes of a text that is read whole
 

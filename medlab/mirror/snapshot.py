@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['TRIES', 'SPOOL', 'copy_database', 'Source', 'Snapshot', 'snapshot']
 
-# %% ../../nbs/mirror/02_snapshot.ipynb #c430a89b
+# %% ../../nbs/mirror/02_snapshot.ipynb #33f37836
 import contextlib
 import functools
 import shutil
 import sqlite3
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +85,7 @@ def _checkpoints(path, rows, have, stack):
         if have.get(entry.sha256) == entry.bytes: yield Source(entry, None)
         else: yield Source(entry, _held(stack, path / entry.name))
 
-# %% ../../nbs/mirror/02_snapshot.ipynb #e2e740c5
+# %% ../../nbs/mirror/02_snapshot.ipynb #8a6b39da
 TRIES = 5  # copies of the database, after which a checkpoint that is not there is taken for lost
 SPOOL = "mirror"  # folder in the run directory for the copy of the database; nothing in it is needed
 
@@ -98,7 +97,7 @@ def _listed(path, copy):
     try: return read_checkpoints(db)
     finally: db.close()
 
-
+# %% ../../nbs/mirror/02_snapshot.ipynb #508231af
 @contextlib.contextmanager
 def snapshot(
     path,  # run directory, which a trainer may hold
@@ -116,5 +115,6 @@ def snapshot(
                 except FileNotFoundError: continue
                 break
             newest = files[-1].entry.name if files else ""
-            yield Snapshot([_source(copy, DATABASE), *_beginning(path), *files], newest, rows[-1]["step"] if rows else 0)
+            step = rows[-1]["step"] if rows else 0
+            yield Snapshot([_source(copy, DATABASE), *_beginning(path), *files], newest, step)
     finally: shutil.rmtree(copy.parent, ignore_errors=True)

@@ -124,7 +124,7 @@ def read_manifest(
     if (data := read_small(place, f"manifests/{name}")) is None: raise Damaged(f"manifest {name} is missing")
     return _understood(name, data)
 
-# %% ../../nbs/mirror/01_states.ipynb #5c84298d
+# %% ../../nbs/mirror/01_states.ipynb #d70c7c3a
 def run_id(
     meta:dict,  # of `Run.meta`
 ) -> str:
@@ -132,7 +132,7 @@ def run_id(
     recipe = (meta.get("recipe") or ("", ""))[1]
     return hashlib.sha256(json.dumps([meta.get("created"), meta.get("folder"), recipe]).encode()).hexdigest()[:16]
 
-
+# %% ../../nbs/mirror/01_states.ipynb #ff070906
 class Taken(UserError): "The mirror is another run's, or holds what this run has not."
 
 
@@ -144,9 +144,11 @@ def refuse_other(
     owner, word = read_word(place, OWNER), read_word(place)
     if owner is None and word is None: return False
     if run and run == (owner or word).get("run"): return True
-    held = f"whose newest state is of step {word.get('step')}" if word else "without a state yet"
-    raise Taken(f"the mirror {place} is another run's, {(owner or word).get('name', 'whose name is lost')!r}, {held}: "
-        f"choose another place for this one; medlab train --resume --mirror {place} --run NAME goes on with that one")
+    whose = f"the mirror {place} is another run's, {(owner or word).get('name', 'whose name is lost')!r}"
+    if not word: raise Taken(f"{whose}, without a state yet: choose another place for this one, or remove what lies "
+        "there if that run ended before it saved anything")
+    raise Taken(f"{whose}, whose newest state is of step {word.get('step')}: choose another place for this one; "
+        f"medlab train --resume --mirror {place} --run NAME goes on with that one")
 
 
 def claim(

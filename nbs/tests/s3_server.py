@@ -50,10 +50,11 @@ class Proxy:
                 self.requests += 1
                 if self.mode == "slow": time.sleep(self.delay)
                 if self.mode == "drop": return client.shutdown(socket.SHUT_RDWR)
-                if self.mode in ANSWERS: return self._answer(client, *ANSWERS[self.mode])
+                if self.mode in ANSWERS: return self._answer(client, data, *ANSWERS[self.mode])
                 server.sendall(data)
 
-    def _answer(self, client, status, body):
+    def _answer(self, client, data, status, body):
+        body = b"" if data.startswith(b"HEAD") else body
         time.sleep(0.05)
         client.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Type: application/xml\r\nConnection: close\r\n"
                        + b"Content-Length: %d\r\n\r\n" % len(body) + body)

@@ -23,7 +23,7 @@ from medlab.mirror.mirror import Mirror
 from medlab.mirror.places import place_at
 from medlab.mirror.sender import Sender
 from medlab.mirror.states import manifests, read_manifest
-from medlab.run.checkpoint import CheckpointManager
+from medlab.run.checkpoint import CheckpointManager, refuse_damaged
 from medlab.run.directory import Run
 from medlab.run.writer import RunWriter
 from medlab.train.trainer import Trainer
@@ -65,6 +65,12 @@ def trainer(path, mirror, resume=False, **kw):
     return Trainer(Toy(), path, resume=resume, device="cpu", threads=1, mirror=made, **({} if resume else dict(save_every=5)) | kw)
 
 
+def newest_of(mirror):
+    "The newest state of a mirror."
+    place = place_at(mirror)
+    return read_manifest(place, manifests(place)[0])
+
+
 def told(path): return [(e.level, e.text) for e in Run(path).events("mirror")]
 
 
@@ -86,8 +92,7 @@ def test_the_copy_alone_gives_the_same_bits(tmp_path):
         assert equal(weights(t), whole)
     run = Run(tmp_path / "elsewhere")
     assert run.metrics("loss")["loss"].step.tolist() == list(range(1, 41)) and (tmp_path / "elsewhere/config.yml").exists()
-    state = read_manifest(place := place_at(tmp_path / "m2"), manifests(place)[0])
-    assert state.step == 40 and len(manifests(place)) == 3
+    assert newest_of(tmp_path / "m2").step == 40 and len(manifests(place_at(tmp_path / "m2"))) == 3
     refuse_flood(run.path)
 
 
@@ -143,7 +148,10 @@ def test_a_damaged_state_is_refused_and_the_one_before_is_taken(tmp_path, fault)
     elif fault in ("database", "manifest"): assert len(refused) == 1
     else: assert refused and step < 20 and newest.newest not in older
     assert len([t for level, t in told(fetched) if level == "warning"]) == len(refused), "the run's log has it"
-    with trainer(fetched, tmp_path / "m", resume=True) as t: t.fit(until=25, progress=False); assert t.iteration == 25
+    with trainer(fetched, tmp_path / "m", resume=True, save_every=5) as t: t.fit(until=25, progress=False)
+    again = fetch(place, tmp_path / "again", lines.append)
+    assert "is refused" not in lines[-2] and [c["step"] for c in Run(again).checkpoints()][-2:] == [20, 25], "also where the same bits were trained again"
+    for c in Run(again).checkpoints(): refuse_damaged(again / "checkpoints" / c["file"], c["sha256"])
 
 
 def test_a_full_disk_is_told_and_recovers(tmp_path, monkeypatch):
@@ -174,7 +182,7 @@ def test_two_runs_and_one_mirror(tmp_path):
     with Trainer(Toy(), tmp_path / "c", device="cpu", threads=1) as t: t.fit(until=5, progress=False)
     with pytest.raises(UserError, match="is another run's"): trainer(tmp_path / "c", tmp_path / "m", resume=True)
     with trainer(tmp_path / "a", tmp_path / "m", resume=True) as t: t.fit(until=15, progress=False)  # the run itself may
-    assert read_manifest(p := place_at(tmp_path / "m"), manifests(p)[0]).step == 15
+    assert newest_of(tmp_path / "m").step == 15
 
 
 def test_here_or_there(tmp_path):
@@ -196,7 +204,38 @@ def test_the_later_process_has_the_mirror(tmp_path):
         with trainer(tmp_path / "b", tmp_path / "m", resume=True) as new: new.fit(until=20, progress=False)
         old.fit(until=15, progress=False)
     assert "has the mirror" in told(tmp_path / "a")[-1][1] and "is mirrored no more" in told(tmp_path / "a")[-1][1]
-    assert read_manifest(p := place_at(tmp_path / "m"), manifests(p)[0]).step == 20 and Run(tmp_path / "a").step == 15
+    assert newest_of(tmp_path / "m").step == 20 and Run(tmp_path / "a").step == 15
+
+
+def command(*words):
+    "(exit status, standard output, standard error) of `medlab`."
+    done = subprocess.run([sys.executable, "-m", "medlab.cli.entry", *map(str, words)], capture_output=True, text=True, timeout=250)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command(tmp_path):
+    mirror, new = tmp_path / "m", tmp_path / "new"
+    few = "--device", "cpu", "--threads", 1
+    status, out, err = command("train", "restoration", "--debug", "--steps", 4, "--save_every", 2, "--run", tmp_path / "run", "--mirror", mirror, *few)
+    assert status == 0, err
+    shutil.rmtree(tmp_path / "run")
+    status, out, err = command("train", "--resume", "--mirror", mirror, "--run", new, "--steps", 6, *few)
+    assert status == 0 and "fetched step 4" in out and "step 4 → 6" in out, out + err
+    assert newest_of(mirror).step == 6
+    status, out, err = command("train", "restoration", "--debug", "--run", tmp_path / "other", "--mirror", mirror, *few)
+    assert status == 2 and err.count("\n") == 1 and "is another run's, 'run'" in err and not (tmp_path / "other").exists(), err
+    status, out, err = command("train", "--resume", "--mirror", tmp_path / "none", "--run", tmp_path / "other")
+    assert status == 2 and "is empty; look at its name" in err
+
+
+def test_a_process_of_its_own_goes_on_with_the_mirror(tmp_path):
+    from medlab.recipes.restoration import Restoration
+    recipe = Restoration(image_size=(32, 32), dim=8, blocks=(1,), refinement=0, batch_size=2, phantoms=8)
+    t = Trainer(recipe, tmp_path / "run", device="cpu", threads=1, save_every=2, mirror=tmp_path / "m")
+    t.fit(steps=2, progress=False)
+    t.start(process=True, until=6)
+    t.wait(200)
+    until(lambda: newest_of(tmp_path / "m").step == 6, 60)
 
 
 # ------------------------------------------------------------------------------------------------------------- kill -9
@@ -348,6 +387,16 @@ def test_s3_damage_is_found(s3, tmp_path):
 
 
 @needs_s3
+def test_s3_keeps_no_half_of_an_upload(s3, tmp_path):
+    _, url = s3
+    place, bucket = place_at(url), url.split("/")[2]
+    for key in ("run/objects/abc", "another/abc"): place.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
+    large(tmp_path / "run", 0.001)
+    Sender(place, tmp_path / "run").push()
+    assert [u["Key"] for u in place.fs.call_s3("list_multipart_uploads", Bucket=bucket)["Uploads"]] == ["another/abc"], "others' stay"
+
+
+@needs_s3
 def test_s3_kills(s3, tmp_path):
     _, url = s3
     came = kill_and_resume(tmp_path, url, max(3, KILLS // 3), dict(os.environ))
@@ -390,4 +439,3 @@ def test_memory_is_bounded(tmp_path, where, request):
     grown = (max(seen) - before) / 2**20
     print(f"{where}: {state.bytes / 1e9:.2f} GB sent in {sent:.1f} s, fetched in {time.monotonic() - start - sent:.1f} s, {grown:.0f} MiB more memory")
     assert Run(fetched).checkpoints()[0]["sha256"] == sha and grown < 200
-    assert not list(place.names("objects")) or state.newest == sha
