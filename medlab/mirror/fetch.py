@@ -162,13 +162,13 @@ def _nothing(place, reasons):
     if asked(read_word, place, OWNER): return f"the mirror {place} holds no state yet: its run ended before one arrived"
     return f"the mirror {place} is empty; look at its name, or begin a run that is mirrored there"
 
-# %% ../../nbs/mirror/04_fetch.ipynb #c54b8e5f
+# %% ../../nbs/mirror/04_fetch.ipynb #11261a6b
 def bring(
     url,  # of the mirror, or a place
     path,  # run directory to go on with
     say=print_text,  # function of a line
 ) -> Path:
-    "Fetch a run that is not here. Raises `UserError` where there is none, or the mirror holds what the run here has not."
+    "Fetch a run that is not here. Raises `UserError` for none, and where the mirror holds what a run here has not."
     place = url if hasattr(url, "names") else place_at(url)
     if not (Path(path) / DATABASE).exists(): return fetch(place, path, say)
     run = Run(path)

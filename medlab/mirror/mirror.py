@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REASONS', 'Teller', 'within', 'Mirror', 'mirror_of']
 
-# %% ../../nbs/mirror/05_mirror.ipynb #bf5e4700
+# %% ../../nbs/mirror/05_mirror.ipynb #72c12510
 import math
 import sys
 import threading
@@ -18,7 +18,7 @@ from ..core import UserError, print_text
 from .fetch import bring
 from .places import Folder, is_mistake, place_at, reason
 from .sender import GivenUp, Sender
-from .states import Taken, refuse_other
+from .states import DATABASE, Taken, refuse_other
 
 # %% ../../nbs/mirror/05_mirror.ipynb #3cc34df7
 REASONS = 5  # that are told in an episode
@@ -80,12 +80,13 @@ def note(self:Teller,
     self.noted.add(text)
     self.report("mirror", f"the mirror {self.name}: {text}", "warning")
 
-# %% ../../nbs/mirror/05_mirror.ipynb #1dd6c99a
+# %% ../../nbs/mirror/05_mirror.ipynb #19e79ccf
 def within(
     call,  # function without arguments
-    seconds:float,  # > 0
+    seconds:float,  # > 0; None: as long as it takes, in this thread
 ):  # what it returns
     "Wait for an answer, in a thread that nobody waits for after that; raises what it raises, or `TimeoutError`."
+    if seconds is None: return call()
     out = []
 
     def work():
@@ -125,7 +126,7 @@ class Mirror:
         self.ending, self.refused = None, ""  # s of `time.monotonic` when nobody waits any more; why it stopped
         self.last = None  # the newest state that arrived
 
-# %% ../../nbs/mirror/05_mirror.ipynb #0f2275d5
+# %% ../../nbs/mirror/05_mirror.ipynb #2da7d599
 @patch
 def look(self:Mirror,
     path,  # run directory
@@ -136,15 +137,23 @@ def look(self:Mirror,
     if isinstance(self.place, Folder) and self.place.path.is_relative_to(Path(path).absolute()):
         raise UserError(f"the mirror {self.place} lies in the run directory {path}, with which it would be lost: name "
             "another folder, on another disk")
-    if resume:
-        bring(self.place, path, self.say)
-        return self
+    if resume: return self._look_here(path)
     try: within(lambda: refuse_other(self.place, ""), self.patience)
     except UserError: raise
     except Exception as e:
         if is_mistake(e):
             raise UserError(f"the mirror {self.place} cannot be used: {reason(e)}; mend that, or leave it out") from e
         self.say(f"the mirror {self.place} does not answer ({reason(e)}); training begins, and it is tried again")
+    return self
+
+
+@patch
+def _look_here(self:Mirror, path):
+    "Compare a run that is here with the mirror, which may take no longer than its patience; fetch one that is not."
+    seconds = self.patience if (Path(path) / DATABASE).exists() else None
+    try: within(lambda: bring(self.place, path, self.say), seconds)
+    except TimeoutError as e:
+        self.say(f"the mirror {self.place} does not answer ({e}); going on with {path} as it is here")
     return self
 
 # %% ../../nbs/mirror/05_mirror.ipynb #62d53ba0

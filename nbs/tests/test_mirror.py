@@ -209,7 +209,7 @@ def test_the_later_process_has_the_mirror(tmp_path):
 
 def command(*words):
     "(exit status, standard output, standard error) of `medlab`."
-    done = subprocess.run([sys.executable, "-m", "medlab.cli.entry", *map(str, words)], capture_output=True, text=True, timeout=250)
+    done = subprocess.run([sys.executable, "-m", "medlab", *map(str, words)], capture_output=True, text=True, timeout=250)
     return done.returncode, done.stdout, done.stderr
 
 
