@@ -7,7 +7,6 @@ import time
 
 import psutil
 import pytest
-import torch
 
 from medlab.run.checkpoint import newest_state
 from medlab.run.directory import Run
