@@ -10,6 +10,7 @@ __all__ = ['SHARED', 'APART', 'PATIENCE', 'launched', 'restarted', 'rank_here', 
 import contextlib
 import os
 import sys
+import tempfile
 from datetime import timedelta
 
 import torch
@@ -103,7 +104,8 @@ def launch(
     args = run.parse_args(["--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(restarts), "-m",
         "medlab"])
     args.training_script_args = [*argv]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    try: run.run(args)
-    except ChildFailedError as e: return max(1, e.get_first_failure()[1].exitcode)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    with tempfile.TemporaryDirectory() as args.log_dir:  # torchrun's own would stay behind
+        try: run.run(args)
+        except ChildFailedError as e: return max(1, e.get_first_failure()[1].exitcode)
     return 0

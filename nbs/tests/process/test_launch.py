@@ -1,5 +1,6 @@
 """`torchrun … -m medlab train` and `medlab train --processes`: one run on several ranks, steered from outside, killed, and taken up again."""
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -74,27 +75,29 @@ def test_one_run_of_two_ranks_is_steered_from_outside(tmp_path):
 
 
 def test_a_rank_is_killed_and_all_go_on_from_the_checkpoint(tmp_path):
-    whole = subprocess.run([*MEDLAB, "--steps", "40", "--run", "whole"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    "Twice; MEDLAB_KILLS says how often."
+    kills, draw = int(os.environ.get("MEDLAB_KILLS", "2")), random.Random(0)
+    steps, path = 12 * kills + 16, tmp_path / "two"
+    whole = subprocess.run([*MEDLAB, "--steps", str(steps), "--run", "whole"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr[-2000:]
-    path = tmp_path / "two"
-    made = started([*MEDLAB, "--steps", "40", "--run", "two", "--processes", "2", "--restarts", "2"], tmp_path)
+    made = started([*MEDLAB, "--steps", str(steps), "--run", "two", "--processes", "2", "--restarts", str(kills)], tmp_path)
     try:
-        for after, rank in ((7, 1), (21, 0)):
-            until(lambda: (r := seen(path)) and r.step > after, made)
-            rank_process(made, rank).kill()
+        for i in range(kills):
+            until(lambda: (r := seen(path)) and r.step > 12 * i + 4, made)
+            rank_process(made, i % 2 if kills < 3 else draw.randrange(2)).kill()
         told = made.communicate(timeout=400)
     finally: made.kill()
     run = Run(path)
-    assert made.returncode == 0 and run.state == "done" and run.step == 40, told[1][-3000:]
-    assert len(run.events("resume")) == 2 and all(e.text.startswith("going on after step") for e in run.events("resume"))
-    print("weights of the killed run apart by", apart(weights(path), weights(tmp_path / "whole")))
+    assert made.returncode == 0 and run.state == "done" and run.step == steps, told[1][-3000:]
+    assert len(run.events("resume")) == kills and all(e.text.startswith("going on after step") for e in run.events("resume"))
+    print(kills, "kills: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
     assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
-    again = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "whole", "--steps", "50", "--processes", "2"],
+    again = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "whole", "--steps", str(steps + 10), "--processes", "2"],
         cwd=tmp_path, env=ENV, capture_output=True, text=True)
-    alone = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", "--steps", "50", "--device", "cpu"],
+    alone = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", "--steps", str(steps + 10), "--device", "cpu"],
         cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert again.returncode == alone.returncode == 0, again.stderr[-2000:] + alone.stderr[-2000:]
-    assert Run(tmp_path / "whole").step == 50 == run.step and apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
+    assert Run(tmp_path / "whole").step == steps + 10 == run.step and apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
 
 
 def test_what_the_ranks_cannot_do_is_said_once(tmp_path):
