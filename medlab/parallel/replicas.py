@@ -6,6 +6,8 @@
 __all__ = ['OneProcess', 'ProcessGroup', 'replicas_here']
 
 # %% ../../nbs/parallel/00_replicas.ipynb #980bba66
+import re
+
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
@@ -47,8 +49,9 @@ class ProcessGroup:
         "Call a collective; raises `RunFailed` where another rank is gone, or does not answer in time."
         try: return call(*args)
         except RuntimeError as e:
+            why = re.sub(r"^\[[^]]*\.cc:\d+\]\s*", "", str(e).splitlines()[0]).split(". ")[0]
             raise RunFailed(f"rank {self.rank} of {self.size} does not reach the others any more, since one of them "
-                f"ended or hangs: {str(e).splitlines()[0]:.300}") from e
+                f"ended or hangs: {why:.200}") from e
 
 # %% ../../nbs/parallel/00_replicas.ipynb #dea5a312
 @patch
