@@ -97,9 +97,10 @@ def launch(
     argv,  # words after `medlab`, such as ["train", "segmentation", "--run", "runs/a"]
     processes:int,  # on this machine, ≥ 2
     restarts:int=0,  # how often all of them are started anew where one fails, ≥ 0
-) -> int:  # exit status: 0, or that of the process which failed first; 1 where a signal ended it
+) -> int:  # exit status: 0, that of the process which failed first, or 1 where a signal ended it; 130: interrupted
     "Run the command in several processes of this machine, by torchrun's launcher."
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     args = run.parse_args(["--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(restarts), "-m",
         "medlab"])
@@ -108,4 +109,5 @@ def launch(
     with tempfile.TemporaryDirectory() as args.log_dir:  # torchrun's own would stay behind
         try: run.run(args)
         except ChildFailedError as e: return max(1, e.get_first_failure()[1].exitcode)
+        except SignalException: return 130  # it was passed on, and the ranks have ended
     return 0

@@ -100,6 +100,18 @@ def test_a_rank_is_killed_and_all_go_on_from_the_checkpoint(tmp_path):
     assert Run(tmp_path / "whole").step == steps + 10 == run.step and apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
 
 
+def test_ctrl_c_stops_all_ranks_and_saves(tmp_path):
+    made = subprocess.Popen([*MEDLAB, "--steps", "100000", "--run", "two", "--processes", "2"], cwd=tmp_path, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        run = until(lambda: (r := seen(tmp_path / "two")) and r.step > 3 and r, made)
+        held = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", "--processes", "2"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+        assert held.returncode == 2 and held.stderr.count("is held by a live trainer") == 1
+        os.killpg(made.pid, signal.SIGINT)
+        told = made.communicate(timeout=240)
+    finally: made.kill()
+    assert made.returncode == 130 and run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step and "Traceback" not in told[1], told[1][-2000:]
+
+
 def test_what_the_ranks_cannot_do_is_said_once(tmp_path):
     few = subprocess.run([*MEDLAB[:-4], "--threads", "1", "--gradient-accumulation-steps", "1", "--steps", "4", "--processes", "2", "--run", "few"],
         cwd=tmp_path, env=ENV, capture_output=True, text=True)
