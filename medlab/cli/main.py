@@ -213,11 +213,77 @@ def _source_line(recipe):
     if hasattr(recipe, "phantoms"): return "no data_root: synthetic cases (phantoms)"
     return f"setting up the data of {recipe.name}"
 
+# %% ../../nbs/cli/08_main.ipynb #f4a6f611
+def _train_job(job, rest, knobs, device):
+    "Train; exit status."
+    print_text(_source_line(job.recipe), flush=True)
+    from medlab.train.trainer import Trainer
+    from medlab.preflight.remembered import reread
+    with reread(rest["reread"]):
+        trainer = Trainer(job.recipe, job.run, job.resumed, device, rest.get("threads"),
+            lambda: loggers_of(job, rest), **knobs)
+    with trainer: return _fit(trainer, job.target)
+
+# %% ../../nbs/cli/08_main.ipynb #ae8eb3bc
+def _taken_up(job):
+    "The job as a launcher's second start finds it: the run goes on where it has begun."
+    from medlab.parallel.launch import restarted
+    from medlab.run.writer import is_empty_run
+    if job.resumed or not restarted() or not (Path(job.run) / "run.db").exists() or is_empty_run(job.run): return job
+    from medlab.train.state import recipe_of
+    return Job(recipe_of(job.run, cls=type(job.recipe)), job.run, True, job.target)
+
+
+def _train_as_rank(job, rest, knobs):
+    "Train as one of the ranks that a launcher started; exit status. Raises `UserError` for a run without a name."
+    from medlab.core import RunFailed
+    from medlab.parallel.launch import joined, rank_here
+    if not (rest.get("run") or rest["resume"]):
+        raise UserError("under a launcher the run needs a name, so that it is found again after a restart: --run-dir "
+            "runs/NAME")
+    job, rank = _taken_up(job), rank_here()
+    with contextlib.ExitStack() as stack:
+        if rank: stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        device = stack.enter_context(joined(rest.get("device")))
+        try: status = _train_job(job, rest, {} if job.resumed and not rest["resume"] else knobs, device)
+        except (UserError, RunFailed) as e:
+            if not rank: raise
+            return _quiet_status(e)
+    return 0 if status == 130 else status
+
+# %% ../../nbs/cli/08_main.ipynb #bc7c9d89
+def _quiet_status(error):
+    "The exit status for an error that rank 0 has told."
+    return 2 if isinstance(error, UserError) else 1
+
+
+def _processes(rest):
+    "How many processes are to be started; raises `UserError` for what is none, or in a process that was."
+    from medlab.parallel.launch import launched
+    n, again = rest["processes"], rest["restarts"]
+    if n is not None and launched():
+        raise UserError(f"--processes {n}: a launcher has started this process as one of several already; leave it out")
+    if n is not None and n < 1: raise UserError(f"--processes {n} must be at least 1")
+    if again is not None and again < 0: raise UserError(f"--restarts {again} must be at least 0")
+    if again and (n or 1) < 2: raise UserError(f"--restarts {again} is for several processes, as in --processes 2")
+    return n or 1
+
+# %% ../../nbs/cli/08_main.ipynb #cfe561d8
+def _train_in(rest, name, argv, job):
+    "Train in several processes of this machine; exit status. Raises `UserError` within a rank."
+    from medlab.parallel.launch import launch
+    from medlab.run.directory import Run
+    for option in ("--processes", "--restarts"): argv = option_word(argv, option)[1]
+    if not (rest.get("run") or rest["resume"]): argv = [*argv, "--run", str(job.run)]
+    status = launch(["train", *([name] if name else []), *argv], rest["processes"], rest["restarts"] or 0)
+    return 130 if not status and Run(job.run).state != "done" else status
+
 # %% ../../nbs/cli/08_main.ipynb #8897cd6e
 def train(
     argv,  # RECIPE and options, or options with --resume
 ) -> int:  # exit status
     "Train a recipe, or go on with a run."
+    argv = ["--run" + w[9:] if w.replace("_", "-").split("=")[0] == "--run-dir" else w for w in argv]
     named = bool(argv) and not argv[0].startswith("-")
     name, argv = (argv[0], argv[1:]) if named else option_word(argv, "--recipe")
     if again := option_word(argv, "--recipe")[0]: raise UserError(f"two recipes, {name} and {again}; leave out one")
@@ -228,13 +294,9 @@ def train(
     cls, stored = trained_recipe(name, argv)
     fields, knobs, rest = options(cls, argv)
     job = resumed_job(stored, fields, rest) if stored else new_job(cls, fields, rest)
-    print_text(_source_line(job.recipe), flush=True)
-    from medlab.train.trainer import Trainer
-    from medlab.preflight.remembered import reread
-    with reread(rest["reread"]):
-        trainer = Trainer(job.recipe, job.run, job.resumed, rest.get("device"), rest.get("threads"),
-            lambda: loggers_of(job, rest), **knobs)
-    with trainer: return _fit(trainer, job.target)
+    if _processes(rest) > 1: return _train_in(rest, name, argv, job)
+    from medlab.parallel.launch import launched
+    return _train_as_rank(job, rest, knobs) if launched() else _train_job(job, rest, knobs, rest.get("device"))
 
 # %% ../../nbs/cli/08_main.ipynb #d01ca04b
 def parsed(
@@ -850,5 +912,8 @@ def main(
     "The `medlab` command."
     with warnings.catch_warnings():
         warnings.showwarning = WarningLines()
-        try: return _command(sys.argv[1:] if argv is None else argv)
-        except (Exception, KeyboardInterrupt) as e: return _status_of(e)
+        try: status = _command(sys.argv[1:] if argv is None else argv)
+        except (Exception, KeyboardInterrupt) as e: status = _status_of(e)
+    if "medlab.parallel.launch" not in sys.modules: return status
+    from medlab.parallel.launch import end_rank
+    return end_rank(status)
