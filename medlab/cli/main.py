@@ -80,6 +80,7 @@ class Job:
     run:Path  # its directory
     resumed:bool  # go on with the run that is there
     target:int  # step of the run to train to, ≥ 1
+    taken_up:bool = False  # whether a launcher started this job before; its knobs are those of the run
 
 
 def free_name(
@@ -221,62 +222,8 @@ def _train_job(job, rest, knobs, device):
     from medlab.preflight.remembered import reread
     with reread(rest["reread"]):
         trainer = Trainer(job.recipe, job.run, job.resumed, device, rest.get("threads"),
-            lambda: loggers_of(job, rest), **knobs)
+            lambda: loggers_of(job, rest), **{} if job.taken_up else knobs)
     with trainer: return _fit(trainer, job.target)
-
-# %% ../../nbs/cli/08_main.ipynb #ae8eb3bc
-def _taken_up(job):
-    "The job as a launcher's second start finds it: the run goes on where it has begun."
-    from medlab.parallel.launch import restarted
-    from medlab.run.writer import is_empty_run
-    if job.resumed or not restarted() or not (Path(job.run) / "run.db").exists() or is_empty_run(job.run): return job
-    from medlab.train.state import recipe_of
-    return Job(recipe_of(job.run, cls=type(job.recipe)), job.run, True, job.target)
-
-
-def _train_as_rank(job, rest, knobs):
-    "Train as one of the ranks that a launcher started; exit status. Raises `UserError` for a run without a name."
-    from medlab.core import RunFailed
-    from medlab.parallel.launch import joined, rank_here
-    if not (rest.get("run") or rest["resume"]):
-        raise UserError("under a launcher the run needs a name, so that it is found again after a restart: --run-dir "
-            "runs/NAME")
-    job, rank = _taken_up(job), rank_here()
-    with contextlib.ExitStack() as stack:
-        if rank: stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        device = stack.enter_context(joined(rest.get("device")))
-        try: status = _train_job(job, rest, {} if job.resumed and not rest["resume"] else knobs, device)
-        except (UserError, RunFailed) as e:
-            if not rank: raise
-            return _quiet_status(e)
-    return 0 if status == 130 else status
-
-# %% ../../nbs/cli/08_main.ipynb #bc7c9d89
-def _quiet_status(error):
-    "The exit status for an error that rank 0 has told."
-    return 2 if isinstance(error, UserError) else 1
-
-
-def _processes(rest):
-    "How many processes are to be started; raises `UserError` for what is none, or in a process that was."
-    from medlab.parallel.launch import launched
-    n, again = rest["processes"], rest["restarts"]
-    if n is not None and launched():
-        raise UserError(f"--processes {n}: a launcher has started this process as one of several already; leave it out")
-    if n is not None and n < 1: raise UserError(f"--processes {n} must be at least 1")
-    if again is not None and again < 0: raise UserError(f"--restarts {again} must be at least 0")
-    if again and (n or 1) < 2: raise UserError(f"--restarts {again} is for several processes, as in --processes 2")
-    return n or 1
-
-# %% ../../nbs/cli/08_main.ipynb #cfe561d8
-def _train_in(rest, name, argv, job):
-    "Train in several processes of this machine; exit status. Raises `UserError` within a rank."
-    from medlab.parallel.launch import launch
-    from medlab.run.directory import Run
-    for option in ("--processes", "--restarts"): argv = option_word(argv, option)[1]
-    if not (rest.get("run") or rest["resume"]): argv = [*argv, "--run", str(job.run)]
-    status = launch(["train", *([name] if name else []), *argv], rest["processes"], rest["restarts"] or 0)
-    return 130 if not status and Run(job.run).state != "done" else status
 
 # %% ../../nbs/cli/08_main.ipynb #8897cd6e
 def train(
@@ -294,9 +241,13 @@ def train(
     cls, stored = trained_recipe(name, argv)
     fields, knobs, rest = options(cls, argv)
     job = resumed_job(stored, fields, rest) if stored else new_job(cls, fields, rest)
-    if _processes(rest) > 1: return _train_in(rest, name, argv, job)
+    from medlab.cli.ranks import as_rank, processes, start_ranks
     from medlab.parallel.launch import launched
-    return _train_as_rank(job, rest, knobs) if launched() else _train_job(job, rest, knobs, rest.get("device"))
+    n = processes(rest)
+    for option in ("--processes", "--restarts"): argv = option_word(argv, option)[1]
+    if n > 1: return start_ranks(rest, name, argv, job.run)
+    if launched(): return as_rank(job, rest, lambda job, device: _train_job(job, rest, knobs, device))
+    return _train_job(job, rest, knobs, rest.get("device"))
 
 # %% ../../nbs/cli/08_main.ipynb #d01ca04b
 def parsed(

@@ -144,7 +144,7 @@ def accepted(command, option):
 
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
     "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "cli/forecast.py": ("forecast",), "cli/fork.py": ("fork",), "cli/prove.py": ("prove",), "prove/plan.py": ("prove",), "prove/start.py": ("prove",),
-    "cli/pace.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
+    "cli/pace.py": ("train",), "cli/ranks.py": ("train",), "parallel/launch.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
     "rebuild/config.py": ("notebook",), "rebuild/code.py": ("notebook",)}
 
 
