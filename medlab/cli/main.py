@@ -82,11 +82,11 @@ def from_mirror(
     at, run, _ = typed
     if not run or run.startswith("--"):
         run, rest = option_word([*argv[:at], *argv[at + 1:]], "--run")
-        if run is None: raise UserError(f"--resume --mirror {mirror} needs --run NAME, the directory that the run is "
-            "fetched into")
+        if run is None: raise UserError("--resume with --mirror needs --run NAME, the directory that the run is fetched "
+            "into")
         argv = ["--resume", run, *rest]
-    from medlab.mirror.fetch import DATABASE, bring
-    if not (Path(run) / DATABASE).exists(): bring(mirror, run)
+    from medlab.cli.mirror import bring_first
+    bring_first(mirror, run)
     return argv
 
 # %% ../../nbs/cli/08_main.ipynb #c09cfca2
@@ -97,6 +97,7 @@ class Job:
     run:Path  # its directory
     resumed:bool  # go on with the run that is there
     target:int  # step of the run to train to, ≥ 1
+    taken_up:bool = False  # whether a launcher started this job before; its knobs are those of the run
 
 
 def free_name(
@@ -230,18 +231,24 @@ def _source_line(recipe):
     if hasattr(recipe, "phantoms"): return "no data_root: synthetic cases (phantoms)"
     return f"setting up the data of {recipe.name}"
 
-# %% ../../nbs/cli/08_main.ipynb #a1e98171
-def _mirror(rest):
-    "The mirror that was asked for; raises `UserError` where its place cannot be opened."
-    if not rest.get("mirror"): return None
-    from medlab.mirror.mirror import Mirror
-    return Mirror(rest["mirror"], **({"wait": rest["mirror_wait"]} if rest.get("mirror_wait") else {}))
+# %% ../../nbs/cli/08_main.ipynb #f4a6f611
+def _train_job(job, rest, knobs, device):
+    "Train; exit status."
+    print_text(_source_line(job.recipe), flush=True)
+    from medlab.cli.mirror import asked_mirror
+    from medlab.train.trainer import Trainer
+    from medlab.preflight.remembered import reread
+    with reread(rest["reread"]):
+        trainer = Trainer(job.recipe, job.run, job.resumed, device, rest.get("threads"),
+            lambda: loggers_of(job, rest), asked_mirror(rest), **{} if job.taken_up else knobs)
+    with trainer: return _fit(trainer, job.target)
 
 # %% ../../nbs/cli/08_main.ipynb #8897cd6e
 def train(
     argv,  # RECIPE and options, or options with --resume
 ) -> int:  # exit status
     "Train a recipe, or go on with a run."
+    argv = ["--run" + w[9:] if w.replace("_", "-").split("=")[0] == "--run-dir" else w for w in argv]
     named = bool(argv) and not argv[0].startswith("-")
     name, argv = (argv[0], argv[1:]) if named else option_word(argv, "--recipe")
     if again := option_word(argv, "--recipe")[0]: raise UserError(f"two recipes, {name} and {again}; leave out one")
@@ -253,13 +260,13 @@ def train(
     cls, stored = trained_recipe(name, argv)
     fields, knobs, rest = options(cls, argv)
     job = resumed_job(stored, fields, rest) if stored else new_job(cls, fields, rest)
-    print_text(_source_line(job.recipe), flush=True)
-    from medlab.train.trainer import Trainer
-    from medlab.preflight.remembered import reread
-    with reread(rest["reread"]):
-        trainer = Trainer(job.recipe, job.run, job.resumed, rest.get("device"), rest.get("threads"),
-            lambda: loggers_of(job, rest), _mirror(rest), **knobs)
-    with trainer: return _fit(trainer, job.target)
+    from medlab.cli.ranks import as_rank, processes, start_ranks
+    from medlab.parallel.launch import launched
+    n = processes(rest)
+    for option in ("--processes", "--restarts"): argv = option_word(argv, option)[1]
+    if n > 1: return start_ranks(rest, name, argv, job.run)
+    if launched(): return as_rank(job, rest, lambda job, device: _train_job(job, rest, knobs, device))
+    return _train_job(job, rest, knobs, rest.get("device"))
 
 # %% ../../nbs/cli/08_main.ipynb #d01ca04b
 def parsed(
@@ -875,5 +882,8 @@ def main(
     "The `medlab` command."
     with warnings.catch_warnings():
         warnings.showwarning = WarningLines()
-        try: return _command(sys.argv[1:] if argv is None else argv)
-        except (Exception, KeyboardInterrupt) as e: return _status_of(e)
+        try: status = _command(sys.argv[1:] if argv is None else argv)
+        except (Exception, KeyboardInterrupt) as e: status = _status_of(e)
+    if "medlab.parallel.launch" not in sys.modules: return status
+    from medlab.parallel.launch import end_rank
+    return end_rank(status)

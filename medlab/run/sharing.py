@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HELD', 'hold', 'is_live', 'DataVersion', 'open_readonly', 'read_transaction', 'sync_folder', 'refuse_taken',
-           'made_aside']
+           'folder_aside', 'made_aside']
 
 # %% ../../nbs/run/01_sharing.ipynb #cd78a26d
 import contextlib
@@ -129,13 +129,20 @@ def refuse_taken(
     if os.path.lexists(path): raise UserError(f"{str(path)!r} exists already; choose another name, or remove it")
 
 # %% ../../nbs/run/01_sharing.ipynb #a240c9a5
+def folder_aside(
+    path,  # run directory
+) -> Path:
+    "Where a run directory lies while it is made."
+    path = Path(path).absolute()
+    return path.with_name(f".{path.name}.making")
+
+
 @contextlib.contextmanager
 def made_aside(
     path,  # run directory that does not exist
 ):  # an empty folder, which gets that name at the end of the block
     "Make a run directory that is whole or absent, whatever ends this process; raises `UserError` where it exists."
-    path = Path(path).absolute()
-    aside = path.with_name(f".{path.name}.making")
+    path, aside = Path(path).absolute(), folder_aside(path)
     aside.mkdir(parents=True, exist_ok=True)
     try: held = _acquire(aside)
     except filelock.Timeout as e:
