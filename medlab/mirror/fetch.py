@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ..core import UserError, print_text
 from .places import Damaged, checked, is_mistake, place_at, reason
-from .sender import PASSED, refuse_behind
-from .states import DATABASE, OWNER, manifests, read_manifest, read_word, refuse_other, run_id
+from .sender import PASSED, refuse_foreign
+from .states import DATABASE, manifests, read_manifest
 from ..run.checkpoint import write_durably
 from ..run.directory import Run
 from ..run.records import write_meta
@@ -108,7 +108,7 @@ def _refuse_small(state, folder):
 # %% ../../nbs/mirror/04_fetch.ipynb #aa9d83ca
 def _first_whole(place, made):
     "(the newest whole state, which is in the folder then, or None; reasons; hashes that are wrong), newest first."
-    reasons, wrong = [], set()
+    reasons, wrong, state = [], set(), None
     for name in asked(manifests, place):
         shutil.rmtree(made)
         made.mkdir()
@@ -116,23 +116,23 @@ def _first_whole(place, made):
             state = asked(read_manifest, place, name)
             _refuse_small(state, made)
             return state, reasons + fetch_state(place, state, made, wrong), wrong
-        except Damaged as e: reasons.append(f"state {int(name.partition('-')[0])} is refused: {e}")
+        except Damaged as e:
+            reasons.append(f"state {int(name.partition('-')[0])} is refused: {e}")
+            if state: wrong.add(state.newest)
     return None, reasons, wrong
 
 # %% ../../nbs/mirror/04_fetch.ipynb #af6bfec5
 def _record(made, place, state, reasons, wrong):
     "Write into the run where it came from, and what was passed over."
-    word, run = asked(read_word, place) or {}, Run(made)
-    if word.get("number", 0) > state.number: wrong = wrong | {word.get("newest", "")}
     db = sqlite3.connect(made / DATABASE)
     try:
         with db: write_meta(db, **{PASSED: sorted(wrong)})
     finally: db.close()
-    try:
-        for text in reasons: run.record("mirror", f"the mirror {place}: {text}", "warning", at=state.step)
-        run.record("mirror", f"fetched the state of step {state.step} from the mirror {place}", at=state.step,
-            number=state.number, bytes=state.bytes)
-    finally: run.close()
+    run = Run(made)
+    for text in reasons: run.record("mirror", f"the mirror {place}: {text}", "warning", at=state.step)
+    run.record("mirror", f"fetched the state of step {state.step} from the mirror {place}", at=state.step,
+        number=state.number, bytes=state.bytes)
+    run.close()
 
 # %% ../../nbs/mirror/04_fetch.ipynb #56c10030
 def fetch(
@@ -148,19 +148,14 @@ def fetch(
         with made_aside(path) as made:
             state, reasons, wrong = _first_whole(place, made)
             for text in reasons: say(f"the mirror: {text}")
-            if state is None: raise UserError(_nothing(place, reasons))
+            if not reasons and not state:
+                raise UserError(f"the mirror {place} is empty; look at its name, or begin a run that is mirrored there")
+            if not state: raise UserError(f"the mirror {place} holds no whole state: {'; '.join(reasons)}")
             _record(made, place, state, reasons, wrong)
     except OSError as e:
         raise UserError(f"{path} cannot be written ({reason(e)}); make room, or choose another") from e
     say(f"fetched step {state.step}, {state.bytes / 1e6:,.1f} MB in {len(state.files)} files")
     return path
-
-
-def _nothing(place, reasons):
-    "Why nothing could be fetched."
-    if reasons: return f"the mirror {place} holds no whole state: {'; '.join(reasons)}"
-    if asked(read_word, place, OWNER): return f"the mirror {place} holds no state yet: its run ended before one arrived"
-    return f"the mirror {place} is empty; look at its name, or begin a run that is mirrored there"
 
 # %% ../../nbs/mirror/04_fetch.ipynb #11261a6b
 def bring(
@@ -169,16 +164,14 @@ def bring(
     say=print_text,  # function of a line
 ) -> Path:
     "Fetch a run that is not here. Raises `UserError` for none, and where the mirror holds what a run here has not."
-    place = url if hasattr(url, "names") else place_at(url)
-    if not (Path(path) / DATABASE).exists(): return fetch(place, path, say)
-    run = Run(path)
-    try: owner, steps = run_id(run.meta), [c["step"] for c in run.checkpoints()]
-    finally: run.close()
-    try: word = asked(refuse_other, place, owner) and asked(refuse_behind, place, path)
+    path, place = Path(path), url if hasattr(url, "names") else place_at(url)
+    if not (path / DATABASE).exists(): return fetch(place, path, say)
+    try: newest = asked(refuse_foreign, place, path)
     except Unreachable as e:
         say(f"{e}; going on with {path} as it is here")
-        return Path(path)
-    if word and steps and steps[-1] != word["step"]:
-        there = f"the mirror holds step {word['step']} of it"
+        return path
+    steps = [c["step"] for c in Run(path).checkpoints()]
+    if newest and steps and steps[-1] != newest.step:
+        there = f"the mirror holds step {newest.step} of it"
         say(f"going on with {path} at step {steps[-1]} as it is here; {there}")
-    return Path(path)
+    return path

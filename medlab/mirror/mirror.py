@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from ..core import UserError, print_text
 from .fetch import bring
 from .places import Folder, is_mistake, place_at, reason
-from .sender import GivenUp, Sender
-from .states import DATABASE, Taken, refuse_other
+from .sender import GivenUp, Sender, Taken, refuse_foreign
+from .states import DATABASE
 
 # %% ../../nbs/mirror/05_mirror.ipynb #3cc34df7
 REASONS = 5  # that are told in an episode
@@ -134,17 +134,23 @@ def look(self:Mirror,
 ) -> Mirror:  # the same
     """Fetch a run that is not here; raises `UserError` where the mirror is another run's, holds more than is here, or
     cannot be used by a run that is new."""
-    if isinstance(self.place, Folder) and self.place.path.is_relative_to(Path(path).absolute()):
-        raise UserError(f"the mirror {self.place} lies in the run directory {path}, with which it would be lost: name "
-            "another folder, on another disk")
+    if self.thread: raise UserError(f"the mirror {self.place} was given to another trainer; make a Mirror for each")
+    if isinstance(self.place, Folder): _refuse_within(self.place.path, Path(path).absolute())
     if resume: return self._look_here(path)
-    try: within(lambda: refuse_other(self.place, ""), self.patience)
+    try: within(lambda: refuse_foreign(self.place, path, True), self.patience)
     except UserError: raise
     except Exception as e:
         if is_mistake(e):
             raise UserError(f"the mirror {self.place} cannot be used: {reason(e)}; mend that, or leave it out") from e
         self.say(f"the mirror {self.place} does not answer ({reason(e)}); training begins, and it is tried again")
     return self
+
+
+def _refuse_within(mirror, run):
+    "Raise `UserError` where a mirror lies in a run, or a run in a mirror."
+    if not (mirror.is_relative_to(run) or run.is_relative_to(mirror)): return
+    raise UserError(f"the mirror {mirror} and the run directory {run} lie in one another, and would be lost together: "
+        "name another folder, on another disk")
 
 
 @patch
@@ -184,6 +190,7 @@ def wake(self:Mirror,
     file=None,  # of a checkpoint; None: something else changed
 ):
     "There is something newer, such as a checkpoint; returns at once. From any thread."
+    if not self.thread: return  # what a run begins with is asked for as it begins
     with self.turn:
         self.written, self.saved = self.written + 1, self.saved + bool(file)
         waiting = self.saved - self.there

@@ -7,7 +7,6 @@ __all__ = ['TRIES', 'SPOOL', 'copy_database', 'Source', 'Snapshot', 'snapshot']
 
 # %% ../../nbs/mirror/02_snapshot.ipynb #33f37836
 import contextlib
-import functools
 import shutil
 import sqlite3
 from dataclasses import dataclass
@@ -39,29 +38,17 @@ def copy_database(
 class Source:
     "A file of a snapshot."
     entry:Entry
-    open:object  # function that gives an open binary file
+    file:object  # open for reading; None: it is not to be read
 
     def pieces(self):
         "Yield its bytes; raises `Damaged` at the end where they are not those that were listed."
-        with self.open() as f: yield from checked(pieces_of(f), self.entry.bytes, self.entry.sha256, self.entry.name)
+        self.file.seek(0)
+        yield from checked(pieces_of(self.file), self.entry.bytes, self.entry.sha256, self.entry.name)
 
 
-def _source(path, name):
+def _source(path, name, stack):
     "A file that is as it is."
-    return Source(Entry(name, path.stat().st_size, sha256(path)), functools.partial(open, path, "rb"))
-
-
-def _held(stack, file):
-    "A function that gives a file from its beginning, which stays open."
-    f = stack.enter_context(open(file, "rb"))
-
-    @contextlib.contextmanager
-    def again():
-        "The file at its beginning."
-        f.seek(0)
-        yield f
-
-    return again
+    return Source(Entry(name, path.stat().st_size, sha256(path)), stack.enter_context(open(path, "rb")))
 
 # %% ../../nbs/mirror/02_snapshot.ipynb #43163d97
 @dataclass(frozen=True)
@@ -72,18 +59,12 @@ class Snapshot:
     step:int  # of it; 0: there is none
 
 
-def _beginning(path):
-    "The files that say how a run began."
-    files = sorted({f for pattern in BEGINNING for f in Path(path).glob(pattern)})
-    return [_source(f, f.name) for f in files]
-
-
 def _checkpoints(path, rows, have, stack):
     "The checkpoints that a database lists; raises `FileNotFoundError` for one that is gone."
     for r in rows:
         entry = Entry(f"checkpoints/{Path(r['file']).name}", r["bytes"], r["sha256"])
-        if have.get(entry.sha256) == entry.bytes: yield Source(entry, None)
-        else: yield Source(entry, _held(stack, path / entry.name))
+        there = have.get(entry.sha256) == entry.bytes
+        yield Source(entry, None if there else stack.enter_context(open(path / entry.name, "rb")))
 
 # %% ../../nbs/mirror/02_snapshot.ipynb #8a6b39da
 TRIES = 5  # copies of the database, after which a checkpoint that is not there is taken for lost
@@ -114,7 +95,8 @@ def snapshot(
                 try: files = list(_checkpoints(path, rows, have or {}, stack))
                 except FileNotFoundError: continue
                 break
-            newest = files[-1].entry.name if files else ""
-            step = rows[-1]["step"] if rows else 0
-            yield Snapshot([_source(copy, DATABASE), *_beginning(path), *files], newest, step)
+            began = sorted({f for pattern in BEGINNING for f in path.glob(pattern)})
+            first = [_source(f, f.name, stack) for f in (copy, *began)]
+            newest, step = (files[-1].entry.name, rows[-1]["step"]) if files else ("", 0)
+            yield Snapshot([*first, *files], newest, step)
     finally: shutil.rmtree(copy.parent, ignore_errors=True)
