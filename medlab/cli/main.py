@@ -53,7 +53,8 @@ def option_word(
     if (typed := _typed(argv, name)) is None: return None, list(argv)
     at, value, words = typed
     if value: return value, [*argv[:at], *argv[at + words:]]
-    raise UserError(f"{name} needs a value, such as {name} segmentation or {name} my_recipe.py:Mine")
+    such = ", such as --recipe segmentation or --recipe my_recipe.py:Mine" if name == "--recipe" else ""
+    raise UserError(f"{name} needs a value{such}")
 
 
 def trained_recipe(
@@ -82,8 +83,8 @@ def from_mirror(
     at, run, _ = typed
     if not run or run.startswith("--"):
         run, rest = option_word([*argv[:at], *argv[at + 1:]], "--run")
-        if run is None: raise UserError("--resume with --mirror needs --run NAME, the directory that the run is fetched "
-            "into")
+        if run is None:
+            raise UserError("--resume with --mirror needs --run NAME, the directory that the run is fetched into")
         argv = ["--resume", run, *rest]
     from medlab.cli.mirror import bring_first
     bring_first(mirror, run)

@@ -36,8 +36,8 @@ def await_run(
     while not (Path(run) / DATABASE).exists():
         if folder_aside(run).exists(): end = time.monotonic() + patience
         if time.monotonic() > end:
-            raise UserError(f"rank 0 fetches {run} from the mirror, and nothing of it is seen here within {patience:g} s: "
-                "all machines must share the run directory; name one that they share")
+            raise UserError(f"rank 0 fetches {run} from the mirror, and nothing of it is seen here within {patience:g} "
+                "s: all machines must share the run directory; name one that they share")
         time.sleep(pause)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
-from ..core import UserError
+from ..core import UserError, command_words
 from .places import Damaged
 from .snapshot import snapshot
 from .states import State, manifests, sound_states, write_state
@@ -55,26 +55,32 @@ def knows(
 class Taken(UserError): "The mirror is another run's, or holds what this run has not."
 
 
+def _newest(place):
+    "The newest state that can be read, None where there is none; raises `Taken` where none of them can."
+    names = manifests(place)
+    for _, state in sound_states(place, names): return state
+    if names:
+        raise Taken(f"the mirror {place} holds {len(names)} states, none of which can be read: choose another place")
+
+
 def refuse_foreign(
     place,  # of `place_at`
     path,  # run directory
     new:bool=False,  # whether the run is yet to be made
 ) -> State:  # the newest of the run; None: there is none
     "Raise `Taken` where the mirror is another run's or holds what this run has not, and what the place raises."
-    names = manifests(place)
-    newest = next((s for _, s in sound_states(place, names)), None)
-    if newest is None and not names or newest and not newest.checkpoint and newest.writer == writer_at(path): return None
-    if newest is None: raise Taken(f"the mirror {place} holds {len(names)} states, none of which can be read: choose "
-        "another place")
-    run = None if new else Run(path)
+    newest = _newest(place)
+    if not newest or not newest.checkpoint and newest.writer == writer_at(path): return None
+    run, other = None if new else Run(path), command_words("medlab", "train", "--resume", "--mirror", place, "--run",
+        "ANOTHER")
     if not run or run_id(run.meta) != newest.run:
-        raise Taken(f"the mirror {place} is another run's, {newest.writer}, at step {newest.step}: choose another place, "
-            f"or go on with that run: medlab train --resume --mirror {place} --run ANOTHER")
+        raise Taken(f"the mirror {place} is another run's, {newest.writer}, at step {newest.step}: choose another "
+            f"place, or go on with that run: {other}")
     if newest.newest in ("", *run.meta.get(PASSED, ())) or knows(path, newest.newest): return newest
-    here = [0, *(c["step"] for c in run.checkpoints())]
-    raise Taken(f"the mirror {place} holds step {newest.step} of this run, written by {newest.writer}, which {path} has "
-        f"not (its newest checkpoint is of step {here[-1]}): go on with the mirror's in another directory, medlab train "
-        f"--resume --mirror {place} --run ANOTHER, or give this one another mirror")
+    here = [0, *(c["step"] for c in run.checkpoints())][-1]
+    raise Taken(f"the mirror {place} holds step {newest.step} of this run, written by {newest.writer}, which {path} "
+        f"has not (its newest checkpoint is of step {here}): go on with the mirror's in another directory, "
+        f"{other}, or give this one another mirror")
 
 # %% ../../nbs/mirror/03_sender.ipynb #0a3aef88
 class Sender:
@@ -86,7 +92,8 @@ class Sender:
         keep:int=3,  # states that the mirror keeps, ≥ 1
     ):
         self.place, self.path, self.keep = place, Path(path), keep
-        self.session, self.seen = uuid.uuid4().hex, None  # the newest manifest that is no news; None: none was looked at
+        self.session = uuid.uuid4().hex
+        self.seen = None  # the newest manifest that is no news; None: the mirror was not looked at yet
         self.given_up = False  # whether what is being sent is not wanted any more
         self.left_out = {}  # name → why a file that the run lists is not in the mirror
 

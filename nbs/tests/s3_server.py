@@ -18,11 +18,11 @@ def free_port():
 
 
 class Proxy:
-    "Passes bytes on, or does what `mode` says: drop, cut, slow, 500, 403."
+    "Passes bytes on, or does what `mode` says: drop, cut, hang, slow, 500, 403."
 
     def __init__(self, port):
-        self.server, self.mode, self.delay, self.requests = port, "pass", 0.5, 0
-        self.port, self.listening = free_port(), None
+        self.server, self.mode, self.delay, self.taken = port, "pass", 0.5, 0  # bytes that were passed on to the server
+        self.port, self.listening, self.lock = free_port(), None, threading.Lock()
         self.up()
 
     @property
@@ -47,11 +47,12 @@ class Proxy:
         with contextlib.suppress(OSError), client, socket.create_connection(("127.0.0.1", self.server)) as server:
             threading.Thread(target=self._back, args=(server, client), daemon=True).start()
             while data := client.recv(1 << 16):
-                self.requests += 1
                 if self.mode == "slow": time.sleep(self.delay)
+                if self.mode == "hang": continue
                 if self.mode == "drop": return client.shutdown(socket.SHUT_RDWR)
                 if self.mode in ANSWERS: return self._answer(client, data, *ANSWERS[self.mode])
                 server.sendall(data)
+                with self.lock: self.taken += len(data)
 
     def _answer(self, client, data, status, body):
         body = b"" if data.startswith(b"HEAD") else body
@@ -64,8 +65,9 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := server.recv(1 << 16):
                 client.sendall(data[:len(data) // 2] if self.mode == "cut" else data)
-                if self.mode == "cut": return client.shutdown(socket.SHUT_RDWR)
-            client.shutdown(socket.SHUT_RDWR)
+                if self.mode == "cut": break
+        with contextlib.suppress(OSError):
+            if self.mode != "hang": client.shutdown(socket.SHUT_RDWR)
 
 
 class Server:
