@@ -69,7 +69,7 @@ def arrived(self:Teller, state):
     self.first, self.since, self.late = False, None, False
     self.reasons.clear()
 
-
+# %% ../../nbs/mirror/05_mirror.ipynb #d757d574
 @patch
 def note(self:Teller,
     text:str,  # that concerns one state
@@ -122,7 +122,7 @@ def look(self:Mirror,
         self.say(f"the mirror {self.place} does not answer ({reason(e)}); training begins, and it is tried again")
     return self
 
-
+# %% ../../nbs/mirror/05_mirror.ipynb #8b87d526
 def _refuse_within(mirror, run):
     "Raise `UserError` where a mirror lies in a run, or a run in a mirror."
     if not (mirror.is_relative_to(run) or run.is_relative_to(mirror)): return
@@ -133,8 +133,11 @@ def _refuse_within(mirror, run):
 @patch
 def _look_here(self:Mirror, path):
     "Compare a run that is here with the mirror, which may take no longer than its patience; fetch one that is not."
-    seconds = self.patience if (Path(path) / DATABASE).exists() else None
-    try: within(lambda: bring(self.place, path, self.say), seconds)
+    call = lambda: bring(self.place, path, self.say)
+    if not (Path(path) / DATABASE).exists():
+        call()
+        return self
+    try: within(call, self.patience)
     except TimeoutError as e:
         self.say(f"the mirror {self.place} does not answer ({e}); going on with {path} as it is here")
     return self
@@ -190,7 +193,7 @@ def _loop(self:Mirror):
             self._rest(min(self.most, self.pause * 2 ** min(failures - 1, 30)))
         else: failures = 0
 
-
+# %% ../../nbs/mirror/05_mirror.ipynb #42b325b1
 @patch
 def _next(self:Mirror):
     "Wait until something is newer, or training has ended; (states, checkpoints) that were asked for until now."

@@ -30,7 +30,7 @@ def reason(
 ) -> str:
     "Why a place cannot be used, in one line."
     text = getattr(error, "strerror", None) or " ".join(str(error).split()) or "no reason was given"
-    text = re.sub(r"(https?://)([^/@\s]*@)?([^/\s\"']+)[^\s\"']*", r"\1\3", text)
+    text = re.sub(r"(https?://)(?:[^/@\s]*@)?([^/\s\"']+)[^\s\"']*", r"\1\2", text)
     name = type(error).__name__
     plain = isinstance(error, (OSError, UserError)) and not isinstance(error, TimeoutError)
     return text if plain else f"{name}: {text}"
@@ -101,8 +101,7 @@ class Folder:
 
     def names(self, folder):
         "Name → bytes of the files below a folder; {} where there is none. Raises `OSError`."
-        at = self._at(folder)
-        try: return {e.name: e.stat().st_size for e in os.scandir(at) if e.is_file()}
+        try: return {e.name: e.stat().st_size for e in os.scandir(self._at(folder)) if e.is_file()}
         except FileNotFoundError: return {}
 
     def remove(self, name): "Remove a file."; self._at(name).unlink(missing_ok=True)
@@ -131,10 +130,9 @@ STALL = 300.0  # s without an answer, after which a store counts as one that han
 
 def within(
     call,  # function without arguments
-    seconds:float,  # > 0; None: as long as it takes, in this thread
+    seconds:float,  # > 0
 ):  # what it returns
     "Wait for an answer, in a thread that nobody waits for after that; raises what it raises, or `TimeoutError`."
-    if seconds is None: return call()
     out = []
 
     def work():
@@ -148,7 +146,7 @@ def within(
     if out[0][1]: raise out[0][1]
     return out[0][0]
 
-
+# %% ../../nbs/mirror/00_places.ipynb #a5edcb90
 def _unless_known(loop, context):
     "Print what a task died of, but for a connection that is gone: whoever waits for the task is told."
     if not isinstance(context.get("exception"), ConnectionError): loop.default_exception_handler(context)

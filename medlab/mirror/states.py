@@ -98,7 +98,7 @@ def manifests(
     "The manifests of a mirror. Raises what the place raises."
     return sorted((n for n in place.names("manifests") if re.fullmatch(r"\d{8}-[0-9a-f]{32}\.json", n)), reverse=True)
 
-
+# %% ../../nbs/mirror/01_states.ipynb #89364f5a
 def read_manifest(
     place,  # of `place_at`
     name:str,  # of `manifests`

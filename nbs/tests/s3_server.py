@@ -18,7 +18,7 @@ def free_port():
 
 
 class Proxy:
-    "Passes bytes on, or does what `mode` says: drop, cut, hang, slow, 500, 403."
+    "Passes bytes on, or does what `mode` says: drop, cut, hang, stuck, slow, 500, 403."
 
     def __init__(self, port):
         self.server, self.mode, self.delay, self.taken = port, "pass", 0.5, 0  # bytes that were passed on to the server
@@ -48,6 +48,7 @@ class Proxy:
             threading.Thread(target=self._back, args=(server, client), daemon=True).start()
             while data := client.recv(1 << 16):
                 if self.mode == "slow": time.sleep(self.delay)
+                while self.mode == "stuck": time.sleep(0.05)
                 if self.mode == "hang": continue
                 if self.mode == "drop": return client.shutdown(socket.SHUT_RDWR)
                 if self.mode in ANSWERS: return self._answer(client, data, *ANSWERS[self.mode])

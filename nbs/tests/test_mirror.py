@@ -244,6 +244,26 @@ def test_a_process_of_its_own_goes_on_with_the_mirror(tmp_path, monkeypatch):
     assert work(**jobs[0]) == 0 and newest_of(tmp_path / "m").step == 6, "what the process does"
 
 
+def test_rank_0_alone_has_the_mirror(tmp_path):
+    "It is killed, started anew with its mirror, and what it ends with is fetched once for all ranks."
+    command = [sys.executable, "-W", "ignore", "-m", "medlab", "train"]
+    both = ["--threads", "1", "--processes", "2", "--mirror", "m"]
+    begun = ["--debug", "--device", "cpu", "--gradient-accumulation-steps", "2", "--save-every", "5", "--run", "a", "--steps", "20", "--restarts", "1"]
+    keep = dict(cwd=tmp_path, env=os.environ | dict(OMP_NUM_THREADS="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    made, m = subprocess.Popen([*command, "restoration", *both, *begun], **keep), str(tmp_path / "m")
+    try:
+        until(lambda: made.poll() is not None or manifests(place_at(m)) and newest_of(m).step, 120)
+        assert made.poll() is None, made.communicate()
+        next(p for p in psutil.Process(made.pid).children(recursive=True) if p.environ().get("RANK") == "0").kill()
+        said = made.communicate(timeout=240)
+    finally: made.kill()
+    assert made.returncode == 0 and len(Run(tmp_path / "a").events("resume")) == 1 and newest_of(m).step == 20, said[1][-2000:]
+    assert not told(tmp_path / "a/ranks/1"), "the other rank knows of no mirror"
+    shutil.rmtree(tmp_path / "a")
+    again = subprocess.run([*command, *both, "--resume", "--run", "b", "--steps", "24"], **keep, timeout=240)
+    assert again.returncode == 0 and again.stdout.count("fetched step 20") == 1 and newest_of(m).step == 24, again.stderr[-2000:]
+
+
 # --------------------------------------------------------------------------------------------------------- an S3 server
 
 @needs_s3
@@ -284,6 +304,26 @@ def test_s3_that_fails_and_comes_back(s3, tmp_path, monkeypatch):
     refuse_flood(tmp_path / "run", 24)
     assert whole_states(url, tmp_path / "looked")[0] == 50
     assert not [x for x in {*threading.enumerate()} - before if x.name == "medlab-mirror-call"], "no call hangs for ever"
+
+
+@needs_s3
+def test_an_upload_that_is_stuck_is_given_up(s3, monkeypatch):
+    "No timeout of the libraries ends it: the server has the connection open, and takes nothing."
+    server, url = s3
+    monkeypatch.setattr(places, "STALL", 2.0)
+    place, before, start = place_at(url), {*threading.enumerate()}, time.monotonic()
+    def pieces():
+        for i in range(16):
+            if i == 6: server.proxy.mode = "stuck"
+            yield bytes(2**22)
+    with pytest.raises(TimeoutError, match="no answer within 2 s"): place.write("objects/a", pieces(), 2**26)
+    assert time.monotonic() - start < 20
+    server.proxy.mode = "pass"
+    until(lambda: not [x for x in {*threading.enumerate()} - before if x.name == "medlab-mirror-call"], 20)
+    place.sweep()
+    assert place.names("objects") == {} and "Uploads" not in place.fs.call_s3("list_multipart_uploads", Bucket=url.split("/")[2])
+    place.write("objects/a", [bytes(2**22)] * 3, 3 * 2**22)
+    assert place.names("objects") == {"a": 3 * 2**22}
 
 
 @needs_s3
