@@ -60,12 +60,11 @@ def receive(
     place,  # of `place_at`
     entry,  # `Entry`
     folder,  # where it goes, a run directory that is being made
-    pauses=None,  # s after each attempt, of which there are as many; None: PAUSES
 ):
     "Bring a file; raises `Damaged`, `Unreachable`, and `OSError` where it cannot be written."
     file, last = Path(folder) / entry.name, None
     file.parent.mkdir(exist_ok=True)
-    for pause in pauses or PAUSES:
+    for pause in PAUSES:
         pieces = _told(checked(place.read(f"objects/{entry.sha256}"), entry.bytes, entry.sha256, entry.name))
         try: return write_durably(file, lambda out: out.writelines(pieces))
         except _OfPlace as e: last = e.__cause__

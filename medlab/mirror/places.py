@@ -166,10 +166,10 @@ class Remote:
     def __init__(self, url):
         refuse_secret(url)
         self.url, known = url.rstrip("/"), optional("fsspec", "mirror")
-        more = _OPTIONS.get(url.partition("://")[0], {})
+        kind = url.partition("://")[0]
+        more = _OPTIONS.get(kind, {})
         try:
-            if issubclass(known.get_filesystem_class(url.partition("://")[0]), known.asyn.AsyncFileSystem):
-                more = more | dict(loop=_loop())
+            if known.get_filesystem_class(kind).async_impl: more = more | dict(loop=_loop())
             self.fs, root = known.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **more)
         except ImportError as e:
             raise UserError(f"the mirror {self.url} needs a package that is not installed ({e}): "
