@@ -286,7 +286,7 @@ def _make_step(self:Trainer, seed=None):
     self.schedule, replicas = LRSchedule(self.knobs), self.replicas
     self.step = Step(self.system, self.optimizer, self.recipe.bind_losses(self.system), self.knobs, self.schedule,
         self.recipe.seed if seed is None else seed, self.device, replicas=replicas,
-        decisions=decisions_for(self.optimizer, replicas))
+        decisions=decisions_for(self.optimizer))
     self.manager = MemoryManager(self.device, log=lambda text: self._report("memory", f"step {self.iteration}: {text}"))
     self.retry = OOMRetry(self.step, self.memory, self.knobs, self._resize, self._report, self.recipe.batch_size,
         self.manager.above_target, self.batches.spare)
@@ -317,7 +317,7 @@ def _make_controls(self:Trainer):
 @patch
 def _implement(self:Trainer, value, source):
     set_implementation(self.optimizer, value)
-    self.step.decide(decisions_for(self.optimizer, self.replicas))
+    self.step.decide(decisions_for(self.optimizer))
 
 # %% ../../nbs/train/10_trainer.ipynb #615837a2
 @patch
@@ -364,9 +364,7 @@ def _ranks(self:Trainer):
 # %% ../../nbs/train/10_trainer.ipynb #fd56cc4d
 @patch
 def _recover(self:Trainer, iteration, torn):
-    kept = self.saver.kept
-    newest = kept[-1] if kept and self.replicas.size > 1 else None
-    recover(iteration, torn, kept, self.knobs.now.oom_retries, self._report, lambda: self.saver.restore(newest))
+    recover(iteration, torn, self.saver.kept, self.knobs.now.oom_retries, self._report, self.saver.restore)
 
 # %% ../../nbs/train/10_trainer.ipynb #d270334a
 @patch(cls_method=True)
@@ -592,6 +590,7 @@ def _begin_alike(self:Trainer):
     "Raise `UserError` on all ranks where one begins with other weights, knobs or steps."
     own = dict(step=self.iteration, until=self.progress.target, seed=self.recipe.seed, **self.knobs.values())
     refuse_apart(self.replicas, own | dict(weights=digest(self.model.state_dict().values())[:12]))
+    self.replicas.prepare(self.step.params)
 
 # %% ../../nbs/train/10_trainer.ipynb #4dc862d1
 @patch
@@ -610,19 +609,19 @@ def _catch_up(self:Trainer):
 def _upkeep(self:Trainer):
     "After a step: validate and save where that is due."
     try:
-        if self.validation.due(self.iteration): self._ask_to_validate()
+        if self.validation.due(self.iteration): self._when_all("validate", self.knobs.now.val_every_steps)
     except KeyboardInterrupt as e:
         e.whole = True  # between two steps the weights can be saved
         raise
     if self.saver.due(): self.saver.save_once()
+    elif self.saver.late: self._when_all("save")
 
 # %% ../../nbs/train/10_trainer.ipynb #806c0dd8
 @patch
-def _ask_to_validate(self:Trainer):
-    "Validate now; where rank 0 alone has a clock that says so, all ranks do it after the next step."
-    if self.replicas.size == 1 or self.knobs.now.val_every_steps: return self._validate()
-    asked = ("validate", {})
-    if asked not in self.mailbox.commands: self.mailbox.commands.append(asked)
+def _when_all(self:Trainer, command, known=False):
+    "Do it now where all ranks know that it is due; where rank 0's clock says so, before the next step but one."
+    if self.replicas.size == 1 or known: return self.loop.between.commands[command]()
+    if not self.replicas.rank and (command, {}) not in self.mailbox.commands: self.mailbox.commands.append((command, {}))
 
 # %% ../../nbs/train/10_trainer.ipynb #6deb207e
 @patch
