@@ -297,9 +297,8 @@ def _prepared(self:BatchLoader, samples, iteration, i):
 # %% ../../nbs/batches/05_loader.ipynb #0ae1be74
 @patch
 def _numbered(self:BatchLoader, samples, iteration, i):
-    "A prepared micro-batch; with its number where other ranks have others of the step."
-    made = self._prepared(samples, iteration, i)
-    return made if self.ranks == 1 else replace(Batch.of(made), number=i)
+    "A prepared micro-batch with its number in the step, of which others may be another rank's, or left out."
+    return replace(Batch.of(self._prepared(samples, iteration, i)), number=i)
 
 
 @patch

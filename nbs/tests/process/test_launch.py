@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from medlab.run.checkpoint import newest_state
-from medlab.run.directory import Run
+from medlab.run.directory import NoRunYet, Run
+from medlab.run.sharing import is_live
 
 pytestmark = pytest.mark.timeout(600)  # on a busy machine the ranks take a minute to start
 TRAIN = ["restoration", "--debug", "--device", "cpu", "--gradient-accumulation-steps", "2", "--save-every", "5", "--threads", "1"]
@@ -34,7 +35,8 @@ def until(true, process, seconds=240):
 
 def seen(path):
     "The run, once it can be read."
-    return Run(path) if (path / "run.db").exists() else None
+    try: return Run(path) if (path / "run.db").exists() else None
+    except NoRunYet: return None
 
 
 def rank_process(launcher, rank):
@@ -98,6 +100,29 @@ def test_a_rank_is_killed_and_all_go_on_from_the_checkpoint(tmp_path):
         cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert again.returncode == alone.returncode == 0, again.stderr[-2000:] + alone.stderr[-2000:]
     assert Run(tmp_path / "whole").step == steps + 10 == run.step and apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
+
+
+def test_a_launcher_is_killed_and_the_ranks_stop_and_save(tmp_path):
+    "Once; MEDLAB_KILLS says how often."
+    kills, path = int(os.environ.get("MEDLAB_KILLS", "1")), tmp_path / "two"
+    steps = 8 * kills + 16
+    whole = subprocess.run([*MEDLAB, "--steps", str(steps), "--run", "whole"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    words = [*MEDLAB, "--run", "two"]
+    for i in range(kills):
+        made, seen_before = started([*words, "--steps", str(steps), "--processes", "2"], tmp_path), Run(path).step if i else 0
+        until(lambda: (r := seen(path)) and r.step > seen_before + 2, made)
+        acknowledged = Run(path).step
+        made.kill()
+        end = time.monotonic() + 60
+        while is_live(path): assert time.monotonic() < end, "its ranks train on"; time.sleep(0.1)
+        run = Run(path)
+        assert run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step >= acknowledged and "its launcher ended" in run.events("launcher")[-1].text
+        words = [sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two"]
+    last = subprocess.run([*words, "--steps", str(steps), "--processes", "2"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert last.returncode == 0 and Run(path).step == steps, last.stderr[-2000:]
+    print(kills, "kills of the launcher: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
+    assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
 
 
 def test_ctrl_c_stops_all_ranks_and_saves(tmp_path):
