@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import uuid
 from datetime import timedelta
 
 import torch
@@ -99,20 +100,21 @@ def end_rank(
 
 # %% ../../nbs/parallel/02_launch.ipynb #054748bb
 def launch(
-    argv,  # words after `medlab`, such as ["train", "segmentation", "--run", "runs/a"]
+    words,  # after `python`, such as ["-m", "medlab", "train", "segmentation", "--run", "runs/a"]
     processes:int,  # on this machine, ≥ 2
     restarts:int=0,  # how often all of them are started anew where one fails, ≥ 0
 ) -> int:  # exit status: 0, that of the process which failed first, or 1 where a signal ended it; 130: interrupted
-    "Run the command in several processes of this machine, by torchrun's launcher."
+    "Run Python in several processes of this machine, by torchrun's launcher."
     from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    args = run.parse_args(["--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(restarts), "-m",
-        "medlab"])
-    args.training_script_args = [*argv]
+    args = run.parse_args(["--nproc-per-node", str(processes), "--max-restarts", str(restarts), "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(uuid.uuid4()), sys.executable])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     with tempfile.TemporaryDirectory() as args.log_dir:  # torchrun's own would stay behind
-        try: run.run(args)
+        config, _, _ = run.config_from_args(args)
+        try: elastic_launch(config, sys.executable)("-u", *words)
         except ChildFailedError as e: return max(1, e.get_first_failure()[1].exitcode)
         except SignalException: return 130  # it was passed on, and the ranks have ended
     return 0

@@ -63,6 +63,7 @@ def start_process(
     until:int=None,  # number of the last step; None: until it is stopped
     device:str=None, threads:int=None,  # as for `Trainer`; None: as before
     trust=(),  # see `recipe_of`; these modules are found where this process finds them
+    processes:int=1,  # ranks, which a launcher in that process starts, ≥ 1
 ) -> int:  # its process id
     """Go on with a run in a process of its own; returns at once. Raises `UserError` where a trainer holds the run, or
     its recipe is not medlab's."""
@@ -73,7 +74,7 @@ def start_process(
         raise UserError(f"{path} is held by a live trainer (process {before.get('pid', '?')}); stop that one first")
     job = dict(path=str(path), until=until, device=device or before.get("device"),
         threads=threads or before.get("threads"),
-        trust=list(trust))
+        trust=list(trust)) | (dict(processes=processes) if processes > 1 else {})
     run.close()
     return spawn(path, job, **({} if until is None else dict(target=until)))
 

@@ -435,11 +435,13 @@ def start(self:Trainer,
     steps:int=None, until:int=None,  # as in `fit`; neither: until `stop`
     # in a process of its own, which outlives this one; this trainer is closed, and what is returned is the `Run`
     process:bool=False,
+    processes:int=1,  # the same with several ranks, a process each; 1: as `process` says
 ):
     """Train in a worker thread; returns at once. Warnings and errors are printed, but not in a notebook, where the lab
     shows them. Raises `UserError` where a process could not build the recipe."""
     forever = steps is None and until is None
-    if process: return self._hand_over(None if forever else last_step(self.iteration, steps, until))
+    if process or processes != 1:
+        return self._hand_over(None if forever else last_step(self.iteration, steps, until), processes)
     self._claim(steps, FOREVER if forever else until)
     levels = () if "ipykernel" in sys.modules else LEVELS
     start_worker(self.worker, lambda: self._train_here(False, levels))
@@ -447,17 +449,20 @@ def start(self:Trainer,
 
 # %% ../../nbs/train/10_trainer.ipynb #218e151f
 @patch
-def _hand_over(self:Trainer, until):
+def _hand_over(self:Trainer, until, processes):
     """Save, let go of the run directory, and go on in another process; raises `UserError` before anything is closed
     where that is not possible."""
     if self.worker.busy.locked(): raise UserError("training runs already; stop() it first, or wait()")
     if self.replicas.size > 1: raise UserError("ranks are processes of their own already: start() without process=True")
+    if not isinstance(processes, int) or processes < 1: raise UserError(f"processes={processes!r} must be an integer ≥ 1")
+    self.batches.check_ranks(self.knobs.gradient_accumulation_steps, processes)
     trust = movable(self.recipe, self.path, self.writer.loggers.loggers)
     self.save()
     self.close()
     self._let_go()
     self.handed_over = True
-    start_process(self.path, until, str(self.device), self.threads, trust)
+    device, threads = (self.device.type, max(1, self.threads // processes)) if processes > 1 else (str(self.device), self.threads)
+    start_process(self.path, until, device, threads, trust, processes)
     return Run(self.path)
 
 # %% ../../nbs/train/10_trainer.ipynb #b58d1f46
