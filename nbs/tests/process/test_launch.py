@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from waiting import seen
 
 from medlab.run.checkpoint import newest_state
 from medlab.run.directory import Run
@@ -30,11 +31,6 @@ def until(true, process, seconds=240):
         assert process.poll() is None, "".join(process.communicate())[-3000:]
         time.sleep(0.1)
     return found
-
-
-def seen(path):
-    "The run, once it can be read."
-    return Run(path) if (path / "run.db").exists() else None
 
 
 def rank_process(launcher, rank):
