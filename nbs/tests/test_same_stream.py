@@ -16,7 +16,7 @@ from medlab.recipes.base import Recipe
 from medlab.train.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(900)  # on a busy machine the ranks take a minute to start
-STEPS = 30
+STEPS = 16
 COMMON = dict(gradient_accumulation_steps=4, lr=1e-3)
 
 
