@@ -142,8 +142,9 @@ def add(self:RequestLog,
     at:int=None,  # iteration before which it is to be applied; None: the next one
 ):  # future of the row's id
     "Write a change that is asked for."
-    row = self.store.write(ASKED, time.time(), source, json.dumps(requested), at)
-    row.add_done_callback(lambda f: f.exception() or self.own.add(f.result()))
+    with self.lock:  # who looks for others' rows meanwhile waits until this one is known
+        row = self.store.write(ASKED, time.time(), source, json.dumps(requested), at)
+        row.add_done_callback(lambda f: f.exception() or self.own.add(f.result()))
     return row
 
 # %% ../../nbs/run/05_requests.ipynb #4b8e58ac

@@ -133,7 +133,8 @@ def meet(self:Together,
     if not (force or self.replicas.asked): return
     self.look()
     m, left = self.mailbox, self.left_out()
-    commands, m.commands = m.commands, []
+    commands = m.commands[:]
+    del m.commands[:len(commands)]  # in place, for the store's thread may be adding to it
     said = dict(stop=self.worker.stopping.is_set(), pause=self.worker.pausing.is_set(), commands=commands,
         changes=[(c.source, c.at, c.requested) for c in m.proposed], out=left - self.told, news=self._take())
     heard = self.replicas.share(said)
