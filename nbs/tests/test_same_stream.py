@@ -51,8 +51,13 @@ def recipe(name, **fields):
     "A tiny recipe."
     if name == "noisy": return Noisy(**fields)
     cls = recipe_class(name)
-    # biases before a norm of one channel change nothing, and Adam makes steps of rounding errors; SGD does not
-    return cls(**cls.tiny, **dict(optimizer="SGD") if name == "fast_ddpm" else {})
+    return cls(**cls.tiny)
+
+
+def in_double(model):
+    "Compute in float64: Adam divides gradients that are nothing but rounding by their own size, so that float32 tells little."
+    cast = lambda _, args: tuple(v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in args)
+    for m in model.double().modules(): m.register_forward_pre_hook(cast)
 
 
 OWN = "fast_ddpm", "restoration", "segmentation", "slice_interpolation", "vjepa3d"
@@ -85,6 +90,7 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False):
     strategy = mock.patch.object(trainer, "decisions_for", lambda optimizer: DeviceDecisions) if plan == "device" else contextlib.nullcontext()
     fields = dict(statistics=dict(norm=True), much=dict(torn=True)).get(plan, {})
     with strategy, Trainer(recipe(name, **fields), path, resume=resume, device="cpu", threads=1, **knobs) as t:
+        if name in OWN: in_double(t.model)
         t.listeners.append(seen := Seen())
         with faults.plant(t, *plans(t, plan, rank, ranks)): t.fit(until=until, progress=False)
         weights = {k: v.clone() for k, v in t.model.state_dict().items()}
@@ -92,24 +98,24 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False):
             out=sorted(t.quarantine.samples.out), micro=t.knobs.micro_batch, back=[e.text for e in t.run.events("restore")])
 
 
-def main(folder, rank, ranks, resume):
+def main(folder, rank, ranks, resume, until):
     "One rank of several: every job, or to go on with a run."
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     out = {}
-    if resume: out["resumed"] = train(resume, "noisy", 40, ranks=ranks, rank=rank, resume=True)
+    if resume: out["resumed"] = train(resume, "noisy", until, ranks=ranks, rank=rank, resume=True)
     for name, plan in () if resume else JOBS: out[name, plan] = train(f"{folder}/{name}{plan}", name, FEW if name in OWN else STEPS, plan, ranks, rank)
-    if ranks == 2: train(f"{folder}/begun", "noisy", 10, ranks=ranks, rank=rank)
-    for name, plan in REFUSED if ranks == 2 else ():
+    if ranks == 4 and not resume: train(f"{folder}/begun", "noisy", 10, ranks=ranks, rank=rank)
+    for name, plan in REFUSED if ranks == 2 and not resume else ():
         try: out[name, plan] = train(f"{folder}/{plan}", name, STEPS, plan, ranks, rank)
         except UserError as e: out[name, plan] = str(e)
     torch.save(out, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def together(folder, ranks, resume=""):
+def together(folder, ranks, resume="", until=0):
     "Train on several ranks; what each of them came to."
     folder.mkdir()
-    made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(folder), str(r), str(ranks), str(resume)], stderr=subprocess.PIPE, text=True,
+    made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(folder), str(r), str(ranks), str(resume), str(until)], stderr=subprocess.PIPE, text=True,
         env=os.environ | dict(OMP_NUM_THREADS="1")) for r in range(ranks)]
     try: told = [p.communicate(timeout=500)[1] for p in made]
     finally: [p.kill() for p in made]
@@ -118,14 +124,14 @@ def together(folder, ranks, resume=""):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    "(folder, what came of the jobs on each of two ranks)"
-    folder = tmp_path_factory.mktemp("ranks") / "2"
-    return folder, together(folder, 2)
+def two(tmp_path_factory): return together(tmp_path_factory.mktemp("ranks") / "2", 2)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory): return together(tmp_path_factory.mktemp("ranks") / "4", 4)
+def four(tmp_path_factory):
+    "(folder, what came of the jobs on each of four ranks)"
+    folder = tmp_path_factory.mktemp("ranks") / "4"
+    return folder, together(folder, 4)
 
 
 def apart(a, b): return max((float((a[k].double() - b[k].double()).abs().max()) for k in a), default=0.0)
@@ -142,7 +148,7 @@ def same_samples(one, many):
 def test_one_two_and_four_ranks_make_the_same_run(two, four, tmp_path, name, plan):
     steps = FEW if name in OWN else STEPS
     one = train(tmp_path / "one", name, steps, plan)
-    for outs in (two[1], four):
+    for outs in (two, four[1]):
         many = [out[name, plan] for out in outs]
         same_samples(one, many)
         assert all(apart(many[0]["weights"], out["weights"]) == 0 for out in many), "to the bit among the ranks"
@@ -151,25 +157,26 @@ def test_one_two_and_four_ranks_make_the_same_run(two, four, tmp_path, name, pla
         assert all(out["out"] == one["out"] == [15] * (plan == "much") for out in many) and all(out["micro"] == one["micro"] == (1 if plan == "much" else None) for out in many)
         assert [len(out["back"]) for out in many] == [plan == "much"] * len(many) and all("checkpoint of step 20" in text for out in [one, *many] for text in out["back"])
         print(name, plan, len(many), "ranks: weights apart by", apart(one["weights"], many[0]["weights"]))
-        assert apart(one["weights"], many[0]["weights"]) <= 1e-6
+        assert apart(one["weights"], many[0]["weights"]) <= (1e-9 if name in OWN else 1e-6)
         for out in many: assert out["terms"] == pytest.approx(one["terms"], rel=1e-4), "every loss term is that of all samples"
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(two, tmp_path):
-    whole, run = train(tmp_path / "whole", "noisy", 40), two[0] / "begun"
-    on_one = train(run, "noisy", 20, resume=True)
-    on_four = [out["resumed"] for out in together(tmp_path / "4", 4, run)]
-    assert min(on_one["cases"]) == 11 and min(on_four[0]["cases"]) == 21
-    same_samples({"cases": {k: v for k, v in whole["cases"].items() if k > 20}}, on_four)
-    print("2 → 1 → 4 ranks: weights apart by", apart(whole["weights"], on_four[0]["weights"]))
+def test_a_run_goes_on_with_another_number_of_ranks(four, tmp_path):
+    whole, run = train(tmp_path / "whole", "noisy", 40), four[0] / "begun"
+    later = lambda step: {"cases": {k: v for k, v in whole["cases"].items() if step - 10 < k <= step}}
+    on_two = [out["resumed"] for out in together(tmp_path / "2", 2, run, 20)]
+    on_one = train(run, "noisy", 30, resume=True)
+    on_four = [out["resumed"] for out in together(tmp_path / "4", 4, run, 40)]
+    for step, many in ((20, on_two), (30, [on_one]), (40, on_four)): same_samples(later(step), many)
+    print("4 → 2 → 1 → 4 ranks: weights apart by", apart(whole["weights"], on_four[0]["weights"]))
     assert apart(whole["weights"], on_four[0]["weights"]) <= 1e-6 and on_four[0]["taken"] == 40
 
 
 def test_what_ranks_cannot_do_alike_is_refused(two, tmp_path):
-    for out in two[1]:
+    for out in two:
         assert "running_mean' of 1 (BatchNorm1d), and each of the 2 ranks" in out["noisy", "statistics"]
         assert "gradient_accumulation_steps=1 must be at least 2, the number of ranks" in out["noisy", "few"]
     assert all(train(tmp_path / plan, "noisy", 3, plan)["taken"] == 3 for _, plan in REFUSED), "one process takes both"
 
 
-if __name__ == "__main__": main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+if __name__ == "__main__": main(sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5]))
