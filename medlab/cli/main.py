@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'Job', 'free_name', 'new_job', 'resumed_job',
            'loggers_of', 'save_late', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict', 'evaluate', 'embed',
-           'probe', 'export', 'fork', 'prove', 'forecast', 'one_folder', 'runs', 'compare', 'notebook', 'check', 'lab',
-           'demo', 'selftest', 'cache', 'usage', 'WarningLines', 'main']
+           'probe', 'export', 'fork', 'prove', 'forecast', 'deploy', 'one_folder', 'runs', 'compare', 'notebook',
+           'check', 'lab', 'demo', 'selftest', 'cache', 'usage', 'WarningLines', 'main']
 
 # %% ../../nbs/cli/08_main.ipynb #d313b561
 import contextlib
@@ -593,6 +593,42 @@ def forecast(
     print_text(forecast_in_words(new_job(recipe_class(name), fields, rest).recipe, words, rest.get("device"), **knobs))
     return 0
 
+# %% ../../nbs/cli/08_main.ipynb #589b28b8
+def deploy(
+    argv,  # KIND, DIR and options
+) -> int:  # exit status
+    "Write a job for a cluster, which begins a run or goes on with it: deploy slurm|kubernetes|docker DIR --recipe RECIPE."
+    from medlab.cli.deploy import OWN, USAGE, deploy_new, deploy_run
+    if {"-h", "--help"} & {*argv}: print_text(USAGE); return 0
+    if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
+        raise UserError(f"which cluster, and which folder? {USAGE}")
+    (kind, folder), argv, words = argv[:2], argv[2:], {}
+    for name in OWN:
+        for spelling in dict.fromkeys(("--" + name.replace("_", "-"), "--" + name)):
+            value, argv = option_word(argv, spelling)
+            if value is not None: words[name] = value
+    if resumed_run(argv): raise UserError("leave out --resume: --run RUN without --recipe goes on with the run that is there")
+    name, argv = option_word(argv, "--recipe")
+    if name and not (Path(option_word(argv, "--run")[0] or "") / "run.db").is_file():
+        fields, knobs, rest = options(recipe_class(name), argv)
+        files = deploy_new(kind, folder, words, new_job(recipe_class(name), fields, rest), rest, **knobs)
+    else: files = _deploy_there(kind, folder, words, argv, name)
+    print_text(f"{folder}: {', '.join(files)}; nothing is submitted: NEXT.md says what comes next")
+    return 0
+
+# %% ../../nbs/cli/08_main.ipynb #e86a579e
+def _deploy_there(kind, folder, words, argv, name):
+    "Write a job that goes on with a run; raises `UserError` for options that cannot change any more."
+    from medlab.cli.deploy import deploy_run
+    if name and not is_place(name):
+        raise UserError(f"{option_word(argv, '--run')[0]} holds a run already; leave --recipe out to go on with it, or name another --run")
+    run, argv = option_word(argv, "--run")
+    if run is None: raise UserError("what is to be trained? --recipe RECIPE for a new run, --run RUN for one that is there")
+    steps, argv = option_word(argv, "--steps")
+    if argv: raise UserError(f"{argv[0]}: of a run that is there only --steps may change; leave it out")
+    if steps is not None and not (steps.isdecimal() and int(steps)): raise UserError(f"--steps {steps} must be an integer ≥ 1")
+    return deploy_run(kind, folder, words, run, steps and int(steps), recipe_class(name) if name else None)
+
 # %% ../../nbs/cli/08_main.ipynb #4c1b9486
 def one_folder(
     argv,  # words after the command
@@ -783,7 +819,7 @@ def cache(argv) -> int:
 # %% ../../nbs/cli/08_main.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, evaluate=evaluate, embed=embed, probe=probe, export=export, fork=fork,
     prove=prove, forecast=forecast, runs=runs, compare=compare, notebook=notebook, check=check, cache=cache,
-    demo=demo, lab=lab, selftest=selftest)
+    demo=demo, lab=lab, selftest=selftest, deploy=deploy)
 
 
 def usage() -> str:
