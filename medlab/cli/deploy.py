@@ -7,7 +7,6 @@ __all__ = ['KINDS', 'OWN', 'USAGE', 'own_values', 'train_words', 'deploy_new', '
 
 # %% ../../nbs/cli/14_deploy.ipynb #881ddf31
 import os
-from pathlib import Path
 
 from ..core import UnknownName, UserError
 from ..deploy.containers import write_docker, write_kubernetes
@@ -19,8 +18,8 @@ KINDS = dict(slurm=(write_slurm, ("name", "time", "memory", "cpus", "partition",
     kubernetes=(write_kubernetes, ("image", "claim", "data_claim", "name", "namespace", "memory", "shm", "cpus")),
     docker=(write_docker, ("image", "shm")))  # kind → (what writes it, its options)
 OWN = ("gpus", "nodes", *dict.fromkeys(o for _, options in KINDS.values() for o in options))
-USAGE = ("usage: medlab deploy slurm|kubernetes|docker DIR --recipe RECIPE|--run RUN [--gpus 8] [--nodes 2] [--name NAME] "
-    "[--time 24:00:00] [--memory 64G] [--cpus 64] [--partition P] [--account A] [--python /env/bin/python] "
+USAGE = ("usage: medlab deploy slurm|kubernetes|docker DIR --recipe RECIPE|--run RUN [--gpus 8] "
+    "[--nodes 2] [--name NAME] [--time 24:00:00] [--memory 64G] [--cpus 64] [--partition P] [--account A] [--python /env/bin/python] "
     "[--image medlab:0.1.0] [--claim PVC] [--data-claim PVC] [--namespace N] [--shm 16Gi] [options of medlab train "
     "RECIPE, such as --data-root, --steps, --lr]; --gpus, --memory and --cpus are those of each node")
 
@@ -40,7 +39,8 @@ def own_values(
         try: out[name] = int(words[name])
         except ValueError as e: raise UserError(f"--{name} {words[name]} must be a whole number, at least 1") from e
     for name in ("image", "claim") if kind == "kubernetes" else ():
-        if name not in out: raise UserError(f"kubernetes needs --{name}, such as --{name} {dict(image='medlab:0.1.0', claim='runs')[name]}")
+        such = dict(image="medlab:0.1.0", claim="runs")[name]
+        if name not in out: raise UserError(f"kubernetes needs --{name}, such as --{name} {such}")
     return out
 
 

@@ -597,8 +597,8 @@ def forecast(
 def deploy(
     argv,  # KIND, DIR and options
 ) -> int:  # exit status
-    "Write a job for a cluster, which begins a run or goes on with it: deploy slurm|kubernetes|docker DIR --recipe RECIPE."
-    from medlab.cli.deploy import OWN, USAGE, deploy_new, deploy_run
+    "Write a job that begins a run or goes on with it: deploy slurm|kubernetes|docker DIR --recipe RECIPE."
+    from medlab.cli.deploy import OWN, USAGE, deploy_new
     if {"-h", "--help"} & {*argv}: print_text(USAGE); return 0
     if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
         raise UserError(f"which cluster, and which folder? {USAGE}")
@@ -607,7 +607,7 @@ def deploy(
         for spelling in dict.fromkeys(("--" + name.replace("_", "-"), "--" + name)):
             value, argv = option_word(argv, spelling)
             if value is not None: words[name] = value
-    if resumed_run(argv): raise UserError("leave out --resume: --run RUN without --recipe goes on with the run that is there")
+    if again := resumed_run(argv): raise UserError(f"to go on with {again} name it alone: --run {again}")
     name, argv = option_word(argv, "--recipe")
     if name and not (Path(option_word(argv, "--run")[0] or "") / "run.db").is_file():
         fields, knobs, rest = options(recipe_class(name), argv)
@@ -621,12 +621,15 @@ def _deploy_there(kind, folder, words, argv, name):
     "Write a job that goes on with a run; raises `UserError` for options that cannot change any more."
     from medlab.cli.deploy import deploy_run
     if name and not is_place(name):
-        raise UserError(f"{option_word(argv, '--run')[0]} holds a run already; leave --recipe out to go on with it, or name another --run")
+        raise UserError(f"{option_word(argv, '--run')[0]} holds a run already; leave --recipe out to go on with it, "
+            "or name another --run")
     run, argv = option_word(argv, "--run")
-    if run is None: raise UserError("what is to be trained? --recipe RECIPE for a new run, --run RUN for one that is there")
+    if run is None:
+        raise UserError("what is to be trained? --recipe RECIPE for a new run, --run RUN for one that is there")
     steps, argv = option_word(argv, "--steps")
     if argv: raise UserError(f"{argv[0]}: of a run that is there only --steps may change; leave it out")
-    if steps is not None and not (steps.isdecimal() and int(steps)): raise UserError(f"--steps {steps} must be an integer ≥ 1")
+    if steps is not None and not (steps.isdecimal() and int(steps)):
+        raise UserError(f"--steps {steps} must be an integer ≥ 1")
     return deploy_run(kind, folder, words, run, steps and int(steps), recipe_class(name) if name else None)
 
 # %% ../../nbs/cli/08_main.ipynb #4c1b9486

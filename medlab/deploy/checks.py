@@ -32,8 +32,8 @@ def checked_name(
 ) -> str:
     "Return a name that Kubernetes and Slurm take; raises `UserError` with a valid one for any other."
     if re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= LONGEST: return name
-    raise UserError(f"{option} {name!r} must be a label as in RFC 1035 and 1123: small letters, digits and -, with a letter first, no - "
-        f"at the end, at most {LONGEST} characters; try {proposed_name(name)}")
+    raise UserError(f"{option} {name!r} must be a label as in RFC 1035 and 1123: small letters, digits and -, with "
+        f"a letter first, no - at the end, at most {LONGEST} characters; try {proposed_name(name)}")
 
 # %% ../../nbs/deploy/00_checks.ipynb #77426438
 def checked_word(
@@ -52,8 +52,8 @@ def checked_image(
     name, _, tag = image.partition("@")[0].rpartition("/")[2].partition(":")
     whole = re.fullmatch(r"[a-z0-9]([a-z0-9._:/-]*[a-z0-9])?(:[\w.-]{1,128})?(@sha256:[0-9a-f]{64})?", image)
     if whole and name and (tag not in ("", "latest") or "@" in image): return image
-    raise UserError(f"--image {image!r} must be an image with a tag other than latest, or a digest, or a run could go on "
-        "with another medlab; try --image medlab:0.1.0")
+    raise UserError(f"--image {image!r} must be an image with a tag other than latest, or a digest, or a run could go "
+        "on with another medlab; try --image medlab:0.1.0")
 
 # %% ../../nbs/deploy/00_checks.ipynb #7c795379
 def checked_count(
@@ -74,8 +74,8 @@ def checked_time(
     found = days.groups("0") if days else ("0", *hours.groups()) if hours else None
     seconds = sum(int(n) * s for n, s in zip(found, (86400, 3600, 60, 1))) if found else 0
     if seconds >= 600: return time
-    raise UserError(f"--time {time!r} must be hours:minutes:seconds or days-hours[:minutes[:seconds]], at least 10 minutes, since the "
-        "run is told to save 2 minutes before its end; try --time 24:00:00")
+    raise UserError(f"--time {time!r} must be hours:minutes:seconds or days-hours[:minutes[:seconds]], at least 10 "
+        "minutes, since the run is told to save 2 minutes before its end; try --time 24:00:00")
 
 
 UNITS = dict(slurm=("K", "M", "G", "T"), kubernetes=("Ki", "Mi", "Gi", "Ti", "M", "G", "T"))  # of memory
@@ -89,4 +89,5 @@ def checked_memory(
     "Return a size of memory; raises `UserError` for one without a unit, and for zero."
     units = UNITS[kind]
     if re.fullmatch(rf"[1-9]\d*({'|'.join(units)})", size): return size
-    raise UserError(f"{option} {size!r} must be a whole number with one of the units {', '.join(units)}; try {option} 64G")
+    raise UserError(f"{option} {size!r} must be a whole number with one of the units {', '.join(units)}; "
+        f"try {option} 64G")

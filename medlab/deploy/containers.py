@@ -48,7 +48,8 @@ def _notes(plan):
 def _pod(plan, data, name, image, claim, data_claim, shm, cpus, memory):
     "A function that gives a pod's description at an indent, for a container's name and the head node's."
     mount = f"\n            - {{name: data, mountPath: {text(data)}, readOnly: true}}" if data else ""
-    volume = ("\n        - name: data\n          persistentVolumeClaim: {claimName: " + text(data_claim or claim) + "}") if data else ""
+    named = "\n        - name: data\n          persistentVolumeClaim: {claimName: " + text(data_claim or claim) + "}"
+    volume = named if data else ""
     values = dict(image=text(image), gpus=plan.gpus, cpus=cpus, memory=text(memory), config=text(f"{name}-config"),
         claim=text(claim), shm=text(shm), data_mount=mount, data_volume=volume)
     made = lambda container, head: fill("pod.yml", container=text(container), head=text(head), **values)
@@ -58,7 +59,8 @@ def _pod(plan, data, name, image, claim, data_claim, shm, cpus, memory):
 def _replicas(plan, pod):
     "Master and workers of a PyTorchJob."
     counts = dict(Master=1, Worker=plan.nodes - 1)
-    return "\n".join(indented(fill("replica.yml", kind=k, count=n, pod=pod(0, "pytorch")), 4) for k, n in counts.items() if n)
+    made = [fill("replica.yml", kind=k, count=n, pod=pod(0, "pytorch")) for k, n in counts.items() if n]
+    return "\n".join(indented(t, 4) for t in made)
 
 # %% ../../nbs/deploy/05_containers.ipynb #508c28e5
 def write_kubernetes(
@@ -83,11 +85,13 @@ def write_kubernetes(
     common = dict(name=text(name), namespace=text(namespace), nodes=plan.nodes, backoff=6 * plan.nodes)
     limits = dict(gpus=plan.gpus, cpus=cpus, memory=text(memory))
     jobs = {"job.yml": fill("job.yml", pod=pod(0, "train", f"{name}-0.{name}"), **common),
-        "pytorchjob.yml": fill("pytorchjob.yml", processes=text(str(plan.gpus)), replicas=_replicas(plan, pod), **common),
+        "pytorchjob.yml": fill("pytorchjob.yml", processes=text(str(plan.gpus)), replicas=_replicas(plan, pod),
+            **common),
         "trainjob.yml": fill("trainjob.yml", pod=pod(12, "node"), **limits, **common)}
     files = _files(plan)
-    told = fill("kubernetes.md", folder=shell(path), namespace=namespace, name=name, config=f"{name}-config", run=shell(plan.run),
-        literal=repr(str(plan.run)), claim_text=claim, files=" ".join(shell(f"--from-file={f}") for f in files), notes=_notes(plan))
+    listed = " ".join(shell(f"--from-file={f}") for f in files)
+    told = fill("kubernetes.md", folder=shell(path), namespace=namespace, name=name, config=f"{name}-config",
+        run=shell(plan.run), literal=repr(str(plan.run)), claim_text=claim, files=listed, notes=_notes(plan))
     return write_folder(path, jobs | files | {"NEXT.md": told})
 
 # %% ../../nbs/deploy/05_containers.ipynb #61638bc1
@@ -113,10 +117,14 @@ def write_docker(
     shm, outside, root = checked_memory(shm, "slurm", "--shm"), plan.data, plan.run.parent
     plan, data = inside(plan)
     own = plan.file.name if plan.file else ""
-    if own and not re.fullmatch(r"[\w.-]+", own): raise UserError(f"{own!r} cannot stand in a Dockerfile; rename the file")
-    files = {"Dockerfile": fill("Dockerfile", version=".".join(platform.python_version_tuple()[:2]), recipe_file=own and f" {own}"),
-        ".dockerignore": fill("dockerignore", recipe_file=own and f"\n!{own}"), "requirements.txt": pinned(), "wheels/.keep": ""}
+    if own and not re.fullmatch(r"[\w.-]+", own):
+        raise UserError(f"{own!r} cannot stand in a Dockerfile; rename the file")
+    python = ".".join(platform.python_version_tuple()[:2])
+    files = {"Dockerfile": fill("Dockerfile", version=python, recipe_file=own and f" {own}"),
+        ".dockerignore": fill("dockerignore", recipe_file=own and f"\n!{own}"), "requirements.txt": pinned(),
+        "wheels/.keep": ""}
     option = f" -v {shell(f'{outside}:{data}:ro')}" if data else ""
-    told = fill("docker.md", folder=shell(path), image=image, asked=plan.gpus, shm=shm.lower(), root=shell(root), data_option=option,
-        place=shell(root / plan.run.name), literal=repr(str(root / plan.run.name)), medlab="medlab", notes=_notes(plan))
+    told = fill("docker.md", folder=shell(path), image=image, asked=plan.gpus, shm=shm.lower(), root=shell(root),
+        data_option=option, place=shell(root / plan.run.name),
+        literal=repr(str(root / plan.run.name)), medlab="medlab", notes=_notes(plan))
     return write_folder(path, files | _files(plan) | {"NEXT.md": told})

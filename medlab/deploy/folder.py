@@ -22,8 +22,8 @@ def free_folder(
     if path.exists() and not path.is_dir(): raise UserError(f"{folder} is a file; name a folder that is to be made")
     if there := sorted(p.name for p in path.iterdir()) if path.exists() else []:
         more = f" and {len(there) - 5} more" if len(there) > 5 else ""
-        raise UserError(f"{folder} is not empty: {', '.join(there[:5])}{more}; nothing is replaced: name another folder, or move "
-            "these away")
+        raise UserError(f"{folder} is not empty: {', '.join(there[:5])}{more}; nothing is replaced: name another "
+            "folder, or move these away")
     return path
 
 
@@ -51,4 +51,5 @@ def train_script(
 ) -> str:
     "Write what one node does."
     words = dict(python=python, recipe=recipe, run=run, steps=plan.steps, gpus=plan.gpus, nodes=plan.nodes)
-    return fill("train.sh", extra="".join(f" {shell(w)}" for w in plan.extra), **{k: shell(v) for k, v in words.items()})
+    extra = "".join(f" {shell(w)}" for w in plan.extra)
+    return fill("train.sh", extra=extra, **{k: shell(v) for k, v in words.items()})

@@ -30,7 +30,8 @@ def write_slurm(
     places = [("partition", partition), ("account", account)]
     place = "".join(f"\n#SBATCH --{k}={checked_word(v, f'--{k}')}" for k, v in places if v)
     cpus = checked_count(8 * plan.gpus if cpus is None else cpus, "--cpus")
-    values = dict(nodes=plan.nodes, gpus=plan.gpus, cpus=cpus, memory=checked_memory(memory, "slurm"), time=checked_time(time))
+    values = dict(nodes=plan.nodes, gpus=plan.gpus, cpus=cpus, memory=checked_memory(memory, "slurm"),
+        time=checked_time(time))
     script = fill("job.sh", job=job, place=place, folder=shell(path), run=shell(plan.run), **values)
     medlab = command_words(python, "-m", "medlab")
     told = fill("slurm.md", folder=shell(path), run=shell(plan.run), root=shell(plan.run.parent), medlab=medlab,
