@@ -19,8 +19,8 @@ KINDS = dict(slurm=(write_slurm, ("name", "time", "memory", "cpus", "partition",
     docker=(write_docker, ("image", "shm")))  # kind → (what writes it, its options)
 OWN = ("gpus", "nodes", *dict.fromkeys(o for _, options in KINDS.values() for o in options))
 USAGE = ("usage: medlab deploy slurm|kubernetes|docker DIR --recipe RECIPE|--run RUN [--gpus 8] "
-    "[--nodes 2] [--name NAME] [--time 24:00:00] [--memory 64G] [--cpus 64] [--partition P] [--account A] [--python /env/bin/python] "
-    "[--image medlab:0.1.0] [--claim PVC] [--data-claim PVC] [--namespace N] [--shm 16Gi] [options of medlab train "
+    "[--nodes 2] [--name NAME] [--time 24:00:00] [--memory 64G] [--cpus 64] [--partition P] [--account A] "
+    "[--python /env/bin/python] [--image medlab:0.1.0] [--claim PVC] [--data-claim PVC] [--namespace N] [--shm 16Gi] [options of medlab train "
     "RECIPE, such as --data-root, --steps, --lr]; --gpus, --memory and --cpus are those of each node")
 
 
