@@ -80,6 +80,7 @@ class Job:
     run:Path  # its directory
     resumed:bool  # go on with the run that is there
     target:int  # step of the run to train to, ≥ 1
+    taken_up:bool = False  # whether a launcher started this job before; its knobs are those of the run
 
 
 def free_name(
@@ -213,11 +214,23 @@ def _source_line(recipe):
     if hasattr(recipe, "phantoms"): return "no data_root: synthetic cases (phantoms)"
     return f"setting up the data of {recipe.name}"
 
+# %% ../../nbs/cli/08_main.ipynb #f4a6f611
+def _train_job(job, rest, knobs, device):
+    "Train; exit status."
+    print_text(_source_line(job.recipe), flush=True)
+    from medlab.train.trainer import Trainer
+    from medlab.preflight.remembered import reread
+    with reread(rest["reread"]):
+        trainer = Trainer(job.recipe, job.run, job.resumed, device, rest.get("threads"),
+            lambda: loggers_of(job, rest), **{} if job.taken_up else knobs)
+    with trainer: return _fit(trainer, job.target)
+
 # %% ../../nbs/cli/08_main.ipynb #8897cd6e
 def train(
     argv,  # RECIPE and options, or options with --resume
 ) -> int:  # exit status
     "Train a recipe, or go on with a run."
+    argv = ["--run" + w[9:] if w.replace("_", "-").split("=")[0] == "--run-dir" else w for w in argv]
     named = bool(argv) and not argv[0].startswith("-")
     name, argv = (argv[0], argv[1:]) if named else option_word(argv, "--recipe")
     if again := option_word(argv, "--recipe")[0]: raise UserError(f"two recipes, {name} and {again}; leave out one")
@@ -228,13 +241,13 @@ def train(
     cls, stored = trained_recipe(name, argv)
     fields, knobs, rest = options(cls, argv)
     job = resumed_job(stored, fields, rest) if stored else new_job(cls, fields, rest)
-    print_text(_source_line(job.recipe), flush=True)
-    from medlab.train.trainer import Trainer
-    from medlab.preflight.remembered import reread
-    with reread(rest["reread"]):
-        trainer = Trainer(job.recipe, job.run, job.resumed, rest.get("device"), rest.get("threads"),
-            lambda: loggers_of(job, rest), **knobs)
-    with trainer: return _fit(trainer, job.target)
+    from medlab.cli.ranks import as_rank, processes, start_ranks
+    from medlab.parallel.launch import launched
+    n = processes(rest)
+    for option in ("--processes", "--restarts"): argv = option_word(argv, option)[1]
+    if n > 1: return start_ranks(rest, name, argv, job.run)
+    if launched(): return as_rank(job, rest, lambda job, device: _train_job(job, rest, knobs, device))
+    return _train_job(job, rest, knobs, rest.get("device"))
 
 # %% ../../nbs/cli/08_main.ipynb #d01ca04b
 def parsed(
@@ -889,5 +902,8 @@ def main(
     "The `medlab` command."
     with warnings.catch_warnings():
         warnings.showwarning = WarningLines()
-        try: return _command(sys.argv[1:] if argv is None else argv)
-        except (Exception, KeyboardInterrupt) as e: return _status_of(e)
+        try: status = _command(sys.argv[1:] if argv is None else argv)
+        except (Exception, KeyboardInterrupt) as e: status = _status_of(e)
+    if "medlab.parallel.launch" not in sys.modules: return status
+    from medlab.parallel.launch import end_rank
+    return end_rank(status)

@@ -92,7 +92,8 @@ def several(
 def _add_run_options(p):
     "Add what belongs to the run, not to the recipe."
     p.add_argument("--config", type=str, help="YAML file with any of the keys below")
-    p.add_argument("--run", type=str, help="run directory, default runs/RECIPE-N")
+    p.add_argument("--run", type=str,
+        help="run directory, default runs/RECIPE-N; under torchrun, which takes --run for its own, --run-dir")
     p.add_argument("--recipe", type=str, help="in the place of RECIPE: its name, or FILE.py:CLASS")
     p.add_argument("--resume", type=str, help="run directory to go on with")
     p.add_argument("--steps", type=int,
@@ -111,6 +112,14 @@ def _add_run_options(p):
         help="a knob, as in --set lr=2e-4; may be repeated")
 
 # %% ../../nbs/cli/00_options.ipynb #b628dd3a
+def _add_processes(p):
+    "Add how many processes train together."
+    p.add_argument("--processes", type=int, help="processes of this machine that train together, one for each GPU; "
+        "default 1. torchrun -m medlab train … starts them on several machines")
+    p.add_argument("--restarts", type=int, help="how often all of them are started anew from the last checkpoint where "
+        "one fails, default 0")
+
+
 def _add_size(p, cls):
     "Add the named sizes of a recipe."
     if not cls.sizes: return
@@ -192,6 +201,7 @@ def train_parser(
     if check: _add_check_options(p.add_argument_group("of the check"))
     run = p.add_argument_group("of the run")
     _add_run_options(run)
+    if not check: _add_processes(run)
     _add_size(run, cls)
     _add_fields(p, cls, shown)
     _add_knobs(p, cls, shown)
@@ -224,7 +234,7 @@ def listed(
 
 
 _COMMON = ("config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "reread", "set", "help")
-_OF_CHECK = ("check_minutes", "csv", "html")
+_OF_CHECK, _OF_TRAIN = ("check_minutes", "csv", "html"), ("processes", "restarts")
 
 
 def normal_options(
@@ -326,7 +336,7 @@ def _take_data(cls, given):
 # %% ../../nbs/cli/00_options.ipynb #b0e04a6b
 def _parsed(cls, argv, check=False, named=True):
     "What was typed, converted to the types of the fields; raises `UserError`."
-    known, every = [*known_keys(cls), *(_OF_CHECK if check else ())], "--help-all" in argv
+    known, every = [*known_keys(cls), *(_OF_CHECK if check else _OF_TRAIN)], "--help-all" in argv
     argv = ["--help" if w == "--help-all" else w for w in argv]
     shown = "all" if every or not {"-h", "--help"} & {*argv} else "fields" if named else "few"
     try: return train_parser(cls, check, shown).parse_args(normal_options(argv, known, cls.Knobs.answers))
@@ -347,7 +357,7 @@ def options(
     merged = checked_run({k: v for k, v in file.items() if k not in cls.Knobs.class_traits()} | typed)
     knobs = merged_knobs(cls, file, given)
     fields = checked_fields(cls, {k: v for k, v in merged.items() if k in names})
-    own = "resume", "use_wandb", "tensorboard", "debug", "reread", *(_OF_CHECK if check else ())
+    own = "resume", "use_wandb", "tensorboard", "debug", "reread", *(_OF_CHECK if check else _OF_TRAIN)
     rest = {k: given.get(k) for k in own}
     return fields, knobs, rest | {k: v for k, v in merged.items() if k not in names}
 

@@ -14,8 +14,7 @@ FINE = 0  # the step can be finished
 RETRY = 1  # it is made again in smaller parts
 BACK = 2  # all go back to a checkpoint
 STOP = 3  # training ends
-MEANING = {RETRY: "had too little memory", BACK: "was interrupted within the optimizer",
-    STOP: "stopped training; its own log says why"}
+MEANING = {RETRY: "had too little memory", BACK: "was interrupted within the optimizer", STOP: "stopped training"}
 
 
 class PeerFault(RuntimeError):
@@ -24,8 +23,9 @@ class PeerFault(RuntimeError):
     def __init__(self,
         code:int,  # `RETRY`, `BACK` or `STOP`
         rank:int,  # which one
+        why:str="",  # what it said of it
     ):
-        super().__init__(f"rank {rank} {MEANING[code]}")
+        super().__init__(f"rank {rank} {MEANING[code]}" + f": {why}" * bool(why))
         self.code, self.rank = code, rank
 
 # %% ../../nbs/contracts/04_replicas.ipynb #fac4bdf4
@@ -37,6 +37,7 @@ class Agreement:
     samples:int  # of all
     loss:float  # the sum over them
     detached:bool  # whether a loss somewhere does not depend on the model
+    why:str = ""  # of a `STOP`: what the rank said of it
 
 # %% ../../nbs/contracts/04_replicas.ipynb #20d700da
 @runtime_checkable
@@ -45,11 +46,23 @@ class Replicas(Protocol):
     size:int  # processes, ≥ 1
     rank:int  # of this one, in [0, size)
 
-    def agree(self, code:int=FINE, samples:int=0, loss:float=0.0, detached:bool=False) -> Agreement:
-        "Tell all how it went here, and hear how it went there."
+    asks:object  # function that tells whether this one has something to `share`
+    asked:bool  # whether any had, when they agreed last
+
+    def agree(self, code:int=FINE, samples:int=0, loss:float=0.0, detached:bool=False, why:str="") -> Agreement:
+        "Tell all how it went here, and hear how it went there; `why` goes with a `STOP`."
 
     def sum_gradients(self, params, factor:float):
         "Replace the gradients by their sum over the replicas, this one's times `factor`."
 
     def common(self, items) -> list:
         "Those items that every replica has, in the order of this one."
+
+    def share(self, item) -> list:
+        "What every replica gives, by rank."
+
+    def first(self, call):
+        "What `call()` returns on rank 0, which alone calls it; what it refuses there is raised everywhere."
+
+    def together(self, call):
+        "What `call()` returns here; raises everywhere where it raises anywhere."

@@ -35,6 +35,7 @@ class Controls:
         self.writer, self.bindings = writer, bindings
         self.open, self.kept = [], {}  # changes; knob → what its binding keeps
         self.probe = lambda on: None  # called with True when a change is put in force, with False when it was read back
+        self.agreed = lambda why: why  # function (what is wrong here, or "") that tells what is wrong on any rank
 
 # %% ../../nbs/knobs/05_controls.ipynb #bc3ecd7d
 @patch
@@ -101,10 +102,10 @@ def apply(self:Controls,
     if not self.open: self.kept = {k: b.keep() for k, b in self.bindings.items() if b.keep}
     change.old = {k: getattr(self.knobs, k) for k in change.requested} | self._supersede(change)
     change.applied_step = iteration
+    why = ""
     try: self.put(change.requested, change.source)
-    except Exception as e:
-        self._revert(change, f"{type(e).__name__}: {e}")
-        return
+    except Exception as e: why = f"{type(e).__name__}: {e}"
+    if why := self.agreed(why): return self._revert(change, why)
     self._write_again(change)
     self.open.append(change)
     self.probe(True)
@@ -120,13 +121,14 @@ def read(self:Controls, knob):
 @patch
 def after_step(self:Controls, result, batch):
     "Read back what this step used for the first time, and finish or revert it."
-    if not self.open or not batch.micro_batches: return
+    if not self.open or self.agreed("" if batch.micro_batches else "no sample used it"): return
     changes, self.open = self.open, []
     self.probe(False)
     for c in changes:
         c.new = {k: self.read(k) for k in c.old}
         wrong = {k: v for k, v in c.new.items() if not same(v, c.requested[k])}
-        if wrong: self._revert(c, f"asked for {({k: c.requested[k] for k in wrong})}, read back {wrong}")
+        text = f"asked for {({k: c.requested[k] for k in wrong})}, read back {wrong}" if wrong else ""
+        if why := self.agreed(text): self._revert(c, why)
         else: self._confirm(c)
 
 # %% ../../nbs/knobs/05_controls.ipynb #caac6b3c

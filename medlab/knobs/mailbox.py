@@ -57,6 +57,7 @@ class Mailbox:
     ):
         self.log, self.knobs, self.lock = RequestLog(store), knobs, threading.Lock()
         self.waiting, self.commands = [], []  # changes; (name, arguments)
+        self.proposed, self.shared = [], False  # changes that other ranks have to hear of first; whether there are any
         store.on_foreign = self.collect
 
 # %% ../../nbs/knobs/04_mailbox.ipynb #a37ddeeb
@@ -67,10 +68,36 @@ def ask(self:Mailbox,
     **requested,  # knob → value; raises `UserError` for a bad one
 ) -> Change:
     "Validate a change and put it into the mailbox."
+    return self._put(self.waiting, source, at, requested)
+
+
+@patch
+def propose(self:Mailbox,
+    source:str="api", at:int=None,  # as of `ask`
+    **requested,  # knob → value; raises `UserError` for a bad one
+) -> Change:
+    "Validate a change that comes from outside of the training: where several ranks train, all hear of it first."
+    return self._put(self.proposed if self.shared else self.waiting, source, at, requested)
+
+
+@patch
+def _put(self:Mailbox, place, source, at, requested):
     change = Change(self.knobs.check(**requested), source, whole(at))
     change.row = self.log.add(source, change.requested, at)
-    with self.lock: self.waiting.append(change)
+    with self.lock: place.append(change)
     return change
+
+# %% ../../nbs/knobs/04_mailbox.ipynb #dea389bd
+@patch
+def admit(self:Mailbox,
+    source, at, requested,  # of a change that a rank has proposed, this one or another
+):
+    "Put a proposal into the box, once all ranks have heard of it."
+    with self.lock:
+        own = next((c for c in self.proposed if (c.at, c.requested) == (at, requested)), None)
+        if own: self.proposed.remove(own)
+        if own: self.waiting.append(own)
+    if not own: self.ask(source, at, **requested)
 
 # %% ../../nbs/knobs/04_mailbox.ipynb #a21e4662
 @patch
@@ -102,7 +129,7 @@ def _enqueue(self:Mailbox, row, source, text, at):
         change.state, change.reason = "refused", str(e)
         self.finish(change)
         return
-    with self.lock: self.waiting.append(change)
+    with self.lock: (self.proposed if self.shared else self.waiting).append(change)
 
 # %% ../../nbs/knobs/04_mailbox.ipynb #7e6ddbee
 @patch

@@ -6,6 +6,8 @@
 __all__ = ['RATES', 'HALF_DONE', 'SPARED', 'MicroBatchSize', 'differs', 'MustGoBack', 'OOMRetry']
 
 # %% ../../nbs/memory/02_retry.ipynb #d28d1562
+import contextlib
+
 from fastcore.basics import patch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -155,10 +157,15 @@ def _resize(self:OOMRetry, iteration):
 
 # %% ../../nbs/memory/02_retry.ipynb #5ab6e2cb
 @patch
-def _of_peer(self:OOMRetry, e):
-    "What was short elsewhere. Raises `RunFailed` where the others have stopped."
+def _refuse_parted(self:OOMRetry, e):
     self.parted = e.code == STOP
     if self.parted: raise RunFailed(str(e)) from None
+
+
+@patch
+def _of_peer(self:OOMRetry, e):
+    "What was short elsewhere. Raises `RunFailed` where the others have stopped."
+    self._refuse_parted(e)
     self.peer_torn = e.code == BACK
     return Shortage(str(e), "PeerFault", "another process", used(self.memory))
 
@@ -167,8 +174,9 @@ def _of_peer(self:OOMRetry, e):
 def _torn(self:OOMRetry):
     "Whether the step cannot be taken back, here or elsewhere."
     if self.shortage.kind != "PeerFault" and self.step.replicas.size > 1:
-        code = BACK if self.step.phase == "optimizer" else RETRY
-        self.peer_torn = self.step.replicas.agree(code).code == BACK
+        met = self.step.replicas.agree(BACK if self.step.phase == "optimizer" else RETRY)
+        self._refuse_parted(PeerFault(met.code, met.rank, met.why))
+        self.peer_torn = met.code == BACK
     return not self.step.undo() or self.peer_torn
 
 # %% ../../nbs/memory/02_retry.ipynb #cc631798
@@ -176,7 +184,7 @@ def _torn(self:OOMRetry):
 def _again(self:OOMRetry, iteration, batch):
     "Take the step back, give memory back, and try again."
     shortage, torn = self.shortage, self._torn()
-    spared = shortage.kind != "PeerFault" and self.spare()
+    spared = shortage.kind != "PeerFault" and self.spare() and self.step.replicas.size == 1
     shortage.release(self.memory)
     self.tries, self.furthest = self.tries + 1, max(self.furthest, iteration)
     if torn: raise MustGoBack(shortage, self.tries)
@@ -188,9 +196,16 @@ SPARED = "; the samples of the next step, which lay there already, were let go o
 
 
 @patch
+def _least(self:OOMRetry, size):
+    "The smallest of what the ranks would take, for a rank may have lost samples of its batch; None: none is smaller."
+    sizes = [s for s in self.step.replicas.share(size) if s is not None]
+    return min(sizes, default=None)
+
+
+@patch
 def _shrink(self:OOMRetry, iteration, batch, shortage, spared):
-    largest = batch.split(self.used).largest
-    size, most = smaller(largest, self.step.dropping.least), self.knobs.now.oom_retries
+    largest, most = batch.split(self.used).largest, self.knobs.now.oom_retries
+    size = self._least(smaller(largest, self.step.dropping.least))
     if self.tries > most or self.alone and not spared:
         raise RunFailed(self._diagnosis(iteration, shortage, largest, most))
     if spared: return self._tell(iteration, batch, shortage, largest, largest, SPARED)
@@ -219,11 +234,13 @@ def _diagnosis(self:OOMRetry, iteration, shortage, largest, most):
 
 # %% ../../nbs/memory/02_retry.ipynb #6a519f96
 @patch
-def leave(self:OOMRetry):
-    "Training ends here before the others expect it: tell them."
+def leave(self:OOMRetry,
+    why:str="",  # what ended it
+):
+    "Training ends here before the others expect it: tell them, once."
     if self.step.replicas.size == 1 or self.parted: return
-    try: self.step.replicas.agree(STOP)
-    except RuntimeError: self.parted = True  # who is gone already needs no word
+    self.parted = True
+    with contextlib.suppress(RuntimeError): self.step.replicas.agree(STOP, why=why)  # who is gone needs no word
 
 # %% ../../nbs/memory/02_retry.ipynb #55f4ffda
 @patch

@@ -6,20 +6,24 @@
 __all__ = ['OneProcess', 'ProcessGroup', 'replicas_here']
 
 # %% ../../nbs/parallel/00_replicas.ipynb #980bba66
+import re
+
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 
-from ..contracts.replicas import FINE, Agreement, Replicas
+from ..contracts.replicas import FINE, STOP, Agreement, Replicas
+from ..core import RunFailed, UserError
 
 # %% ../../nbs/parallel/00_replicas.ipynb #c8391b38
 class OneProcess:
     "This process trains alone."
-    size, rank = 1, 0
+    size, rank, asked = 1, 0, False
+    asks = staticmethod(lambda: False)
 
-    def agree(self, code=FINE, samples=0, loss=0.0, detached=False):
+    def agree(self, code=FINE, samples=0, loss=0.0, detached=False, why=""):
         "What was said."
-        return Agreement(code, 0, samples, loss, detached)
+        return Agreement(code, 0, samples, loss, detached, why)
 
     def sum_gradients(self, params, factor):
         "The gradients, times `factor`."
@@ -27,6 +31,9 @@ class OneProcess:
             if p.grad is not None: p.grad.mul_(factor)
 
     def common(self, items): "All of them."; return list(items)
+    def share(self, item): "Its own."; return [item]
+    def first(self, call): "What the call returns."; return call()
+    def together(self, call): "What the call returns."; return call()
 
 # %% ../../nbs/parallel/00_replicas.ipynb #4e6f4ce6
 class ProcessGroup:
@@ -36,6 +43,15 @@ class ProcessGroup:
         device="cpu",  # where the reductions are made
     ):
         self.device, self.size, self.rank = torch.device(device), dist.get_world_size(), dist.get_rank()
+        self.asks, self.asked = lambda: False, True  # they meet before the first step
+
+    def reach(self, call, *args):
+        "Call a collective; raises `RunFailed` where another rank is gone, or does not answer in time."
+        try: return call(*args)
+        except RuntimeError as e:
+            why = re.sub(r"^\[[^]]*\.cc:\d+\]\s*", "", str(e).splitlines()[0]).split(". ")[0]
+            raise RunFailed(f"rank {self.rank} of {self.size} does not reach the others any more, since one of them "
+                f"ended or hangs: {why:.200}") from e
 
 # %% ../../nbs/parallel/00_replicas.ipynb #dea5a312
 @patch
@@ -44,14 +60,17 @@ def agree(self:ProcessGroup,
     samples:int=0,  # good ones of the step
     loss:float=0.0,  # the sum over them
     detached:bool=False,  # whether the loss does not depend on the model
+    why:str="",  # of a `STOP`
 ) -> Agreement:
-    "Tell all ranks how it went here, and hear how it went there."
-    own = torch.tensor([code, samples, loss, detached], dtype=torch.float64, device=self.device)
+    "Tell all ranks how it went here, and hear how it went there. Raises `RunFailed` where one of them is gone."
+    said = [code, samples, loss, detached, self.asks()]
+    own = torch.tensor(said, dtype=torch.float64, device=self.device)
     rows = [torch.empty_like(own) for _ in range(self.size)]
-    dist.all_gather(rows, own)
-    codes, *rest = torch.stack(rows).T.tolist()
-    samples, losses, cut = rest
-    return Agreement(int(max(codes)), codes.index(max(codes)), int(sum(samples)), sum(losses), any(cut))
+    self.reach(dist.all_gather, rows, own)
+    codes, samples, losses, cut, asking = torch.stack(rows).T.tolist()
+    self.asked, rank = self.asked or any(asking), codes.index(max(codes))
+    if max(codes) == STOP: why = self.share(why)[rank]
+    return Agreement(int(max(codes)), rank, int(sum(samples)), sum(losses), any(cut), why)
 
 # %% ../../nbs/parallel/00_replicas.ipynb #5150e896
 @patch
@@ -64,7 +83,7 @@ def sum_gradients(self:ProcessGroup,
     has = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
     own = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() * factor for p in params]
     flat = torch.cat([*own, has])
-    dist.all_reduce(flat)
+    self.reach(dist.all_reduce, flat)
     *sums, has = flat.split([p.numel() for p in params] + [len(params)])
     for p, g, n in zip(params, sums, has.tolist()): p.grad = g.view_as(p) if n else None
 
@@ -74,9 +93,50 @@ def common(self:ProcessGroup,
     items,  # list of what can be pickled
 ) -> list:  # in the order of this rank
     "Those that every rank has."
-    every = [None] * self.size
-    dist.all_gather_object(every, list(items))
+    every = self.share(list(items))
     return [i for i in items if all(i in e for e in every)]
+
+# %% ../../nbs/parallel/00_replicas.ipynb #84497c50
+@patch
+def share(self:ProcessGroup,
+    item,  # what can be pickled
+) -> list:  # by rank
+    "What every rank gives. Raises `RunFailed` where one of them is gone."
+    every = [None] * self.size
+    self.reach(dist.all_gather_object, every, item)
+    return every
+
+# %% ../../nbs/parallel/00_replicas.ipynb #39116ae5
+@patch
+def first(self:ProcessGroup,
+    call,  # function without arguments
+):
+    "What `call` returns on rank 0, which alone calls it. Raises there what it raises, and its `UserError` everywhere."
+    found, error = None, None
+    if not self.rank:
+        try: found = call()
+        except Exception as e: error = e
+    value, refused, why = self.share((found, isinstance(error, UserError), "" if error is None else str(error)))[0]
+    if error: raise error
+    if refused: raise UserError(why)
+    if why: raise RunFailed(f"rank 0 could not go on: {why}")
+    return value
+
+# %% ../../nbs/parallel/00_replicas.ipynb #33733192
+@patch
+def together(self:ProcessGroup,
+    call,  # function without arguments
+):
+    """What `call` returns on this rank. Raises what it raises; where it raised on another rank alone, `UserError` for a
+    user's mistake there and `RunFailed` for the rest."""
+    found, error = None, None
+    try: found = call()
+    except Exception as e: error = e
+    told = self.share((isinstance(error, UserError), "" if error is None else f"{type(error).__name__}: {error}"))
+    if error: raise error
+    bad = [(r, *t) for r, t in enumerate(told) if t[1]]
+    if bad: raise (UserError if bad[0][1] else RunFailed)(f"rank {bad[0][0]} could not go on: {bad[0][2]}")
+    return found
 
 # %% ../../nbs/parallel/00_replicas.ipynb #4ceaf411
 def replicas_here(

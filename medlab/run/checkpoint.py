@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['write_durably', 'sha256', 'refuse_damaged', 'read_state', 'newest_state', 'NotSaved', 'CheckpointManager',
-           'share_file', 'list_checkpoint', 'read_head']
+           'ForeignCheckpoints', 'share_file', 'list_checkpoint', 'read_head']
 
 # %% ../../nbs/run/12_checkpoint.ipynb #fe7601c2
 import contextlib
@@ -132,6 +132,19 @@ class CheckpointManager:
     ):  # as of `newest_state`
         "The newest checkpoint that is whole."
         return newest_state(self.path, device)
+
+    def listed(self) -> list: "The kept checkpoints, oldest first, see `Run.checkpoints`."; return _kept(self.path)
+
+
+class ForeignCheckpoints:
+    "The checkpoints of a run that another process writes, as a rank reads them."
+
+    def __init__(self,
+        path,  # run directory
+    ): self.path, self.folder = Path(path), Path(path) / "checkpoints"
+
+    def newest(self, device="cpu"): "See `CheckpointManager`."; return newest_state(self.path, device)
+    def listed(self) -> list: "See `CheckpointManager`."; return _kept(self.path)
 
 # %% ../../nbs/run/12_checkpoint.ipynb #e11e09f5
 @patch

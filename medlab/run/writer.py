@@ -130,6 +130,7 @@ class RunWriter:
         self.store, self.run = store, Run(path)
         self.where = lambda: 0  # function that tells the iteration of events which name none
         self.watcher = None  # function that is called with each `Event`, as a printer is; None: nobody
+        self.outbox = None  # list to which each `Event` is added, for other ranks; None: there are none
         self.loggers = SafeLoggers(loggers, lambda name, text: self.event("logger", f"{name}: {text}", "warning"))
         store.on_rows = self.loggers.log_rows
         store.on_event = lambda text, data: self._show(None, "store", "warning", text, data)
@@ -196,7 +197,9 @@ def watched(self:RunWriter,
 
 @patch
 def _show(self:RunWriter, at, kind, level, text, data):
-    if self.watcher: self.watcher(Event(None, time.time(), at, kind, level, text, data))
+    event = Event(None, time.time(), at, kind, level, text, data)
+    if self.watcher: self.watcher(event)
+    if self.outbox is not None: self.outbox.append(event)
 
 # %% ../../nbs/run/14_writer.ipynb #e896981d
 @patch

@@ -359,7 +359,7 @@ def _agree(self:Step, t, expected):
     if samples and not self.seen_buffers: self._refuse_statistics()
     detached = t.detached or bool(samples) and all(p.grad is None for p in self.params)
     met = self.replicas.agree(FINE, samples, t.sums["loss"] if samples else 0.0, detached)
-    if met.code: raise PeerFault(met.code, met.rank)
+    if met.code: raise PeerFault(met.code, met.rank, met.why)
     if met.samples: self.replicas.sum_gradients(self.params, expected / met.samples)
     own = {k: v * met.samples / samples for k, v in t.sums.items() if k != "loss"} if samples else {}
     t.sums, t.samples, t.detached = {"loss": met.loss, **own}, met.samples, met.detached

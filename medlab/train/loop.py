@@ -15,6 +15,7 @@ from ..core import RunFailed, UserError, add_note, command_words
 from ..memory.retry import HALF_DONE, MustGoBack
 from ..run.sharing import is_live
 from ..step.dropping import is_lost
+from .ranks import Alone
 from .worker import PATIENCE
 
 # %% ../../nbs/train/05_loop.ipynb #f503136e
@@ -92,8 +93,8 @@ def run(self:Loop, upkeep):
     while self.progress.iteration < self.progress.target and self.between():
         seen, before = self.batches.samples_seen, self.progress.iteration
         try: made = self.one()
-        except BaseException:
-            if self.progress.iteration == before: self.abandon(seen)  # else a listener ended the training
+        except BaseException as e:
+            if self.progress.iteration == before: self.abandon(seen, e)  # else a listener ended the training
             raise
         if made: upkeep()
 
@@ -117,7 +118,10 @@ def name_lost(self:Loop,
 
 # %% ../../nbs/train/05_loop.ipynb #a3897d83
 @patch
-def abandon(self:Loop, samples_seen):
+def abandon(self:Loop,
+    samples_seen:int,  # before the step
+    error,  # what it raised
+):
     "Take back the step that raised."
     self.batches.take_back(samples_seen)
     try: whole = self.step.undo()
@@ -125,7 +129,7 @@ def abandon(self:Loop, samples_seen):
         if not is_lost(e): raise
         whole = False  # a device that computes nothing puts nothing back; the first error is the one to see
     self.between.behind = "begun" if whole else "torn"
-    self.retry.leave()
+    self.retry.leave(f"{type(error).__name__}: {error}")
 
 # %% ../../nbs/train/05_loop.ipynb #cee457e2
 class Between:
@@ -138,8 +142,9 @@ class Between:
         progress,  # `Progress`
         writer,  # `RunWriter`
         commands:dict,  # name → function
+        ranks=None,  # `Together` of several ranks; None: `Alone`
     ):
-        self.worker, self.mailbox = worker, mailbox
+        self.worker, self.mailbox, self.ranks = worker, mailbox, ranks or Alone(worker, mailbox)
         self.controls, self.progress = controls, progress
         self.writer, self.commands = writer, commands
         self.flush = lambda: None  # that delivers every step made so far
@@ -155,9 +160,10 @@ class Between:
 @patch
 def __call__(self:Between) -> bool:
     "Do what was asked for; whether to go on."
-    if self.mailbox.commands: self.obey()
-    if self.worker.pausing.is_set(): self._pause()
-    if self.worker.stopping.is_set():
+    self.ranks.meet()
+    if self.ranks.commands: self.obey()
+    if self.ranks.pausing: self._pause()
+    if self.ranks.stopping:
         self.note("stop")
         return False
     if self.mailbox.waiting: self.apply_due(self.progress.iteration + 1)
@@ -178,8 +184,8 @@ def apply_due(self:Between,
 @patch
 def obey(self:Between):
     "Carry out commands; what one refuses is an event."
-    while self.mailbox.commands:
-        name, data = self.mailbox.commands.pop(0)
+    while self.ranks.commands:
+        name, data = self.ranks.commands.pop(0)
         self.heard.add(name)
         self.writer.event("command", " ".join(map(str, (name, *data.values()))))
         try: self.commands[name](**data)
@@ -224,14 +230,15 @@ def _pause(self:Between):
     self.note("pause")
     self.writer.set_meta(state="paused")
     looked = time.monotonic()
-    while self.worker.pausing.is_set() and not self.worker.stopping.is_set():
+    while self.ranks.pausing and not self.ranks.stopping:
         self.obey()
         if time.monotonic() - looked > LOOK:
             self._let_go()
             looked = time.monotonic()
         time.sleep(0.02)
+        self.ranks.meet(force=True)
     self.writer.set_meta(state="running")
-    if not self.worker.stopping.is_set(): self.note("resume")
+    if not self.ranks.stopping: self.note("resume")
 
 # %% ../../nbs/train/05_loop.ipynb #5c646e3d
 @patch

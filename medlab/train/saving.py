@@ -36,12 +36,13 @@ class Saver:
         device:torch.device,
         threads:int,
         clock=time.perf_counter,  # function without arguments, s
+        checkpoints=None,  # `ForeignCheckpoints` that rank 0 writes; None: this process writes those of its run
     ):
         self.state, self.writer = state, writer
         self.loop, self.worker = loop, worker
         self.recipe, self.knobs = recipe, knobs
         self.device, self.threads = device, threads
-        self.checkpoints = CheckpointManager(writer.path, writer.store)
+        self.checkpoints, self.writes = checkpoints or CheckpointManager(writer.path, writer.store), not checkpoints
         # the state that training ended in, where its end could not be saved; whether the last save failed
         self.unsaved, self.missed = None, False
         self.written = None, None  # what the newest checkpoint is of, see `_mark`; its file
@@ -57,12 +58,13 @@ def iteration(self:Saver) -> int: "Steps made."; return self.loop.progress.itera
 @patch(as_prop=True)
 def kept(self:Saver) -> list:
     "Iterations of the kept checkpoints, on every replica those that all of them keep."
-    return self.loop.step.replicas.common([c["step"] for c in self.writer.run.checkpoints()])
+    return self.loop.step.replicas.common([c["step"] for c in self.checkpoints.listed()])
 
 # %% ../../nbs/train/07_saving.ipynb #a4524358
 @patch
-def save(self:Saver) -> Path:  # None where it could not be written, and training goes on
+def save(self:Saver) -> Path:  # None where it could not be written, and training goes on, or where rank 0 writes it
     "Write a checkpoint now. Raises `NotSaved` where it cannot be written and nothing trains."
+    if not self.writes: return self._leave_to_first()
     try:
         with self.loop.lock:
             self.loop.flush()
@@ -79,6 +81,13 @@ def save(self:Saver) -> Path:  # None where it could not be written, and trainin
     return file
 
 # %% ../../nbs/train/07_saving.ipynb #6fa1af9a
+@patch
+def _leave_to_first(self:Saver):
+    "What is left to do where rank 0 writes the checkpoint: the state is the same on every rank."
+    with self.loop.lock: self.loop.flush()
+    self.since = self.clock()
+
+
 @patch
 def _mark(self:Saver):
     step, batches = self.loop.step, self.loop.batches
@@ -124,7 +133,7 @@ def _agreed(self:Saver, late):
     if self.steps < self.apart: return False
     now, replicas = self.clock(), self.loop.step.replicas
     met = replicas.agree(samples=int(late), loss=now - self.looked)
-    if met.code: raise RunFailed(str(PeerFault(met.code, met.rank)))
+    if met.code: raise RunFailed(str(PeerFault(met.code, met.rank, met.why)))
     pace = met.loss / replicas.size / self.steps
     self.apart = max(1, min(MOST, int(LOOK / max(pace, 1e-9))))
     self.looked, self.steps = now, 0
@@ -141,7 +150,7 @@ def save_end(self:Saver,
         self.save_once()
         if not self.missed: return
         time.sleep(wait)
-    self.unsaved, kept = state, self.writer.run.checkpoints()
+    self.unsaved, kept = state, self.checkpoints.listed()
     newest = f"the newest checkpoint is of step {kept[-1]['step']}" if kept else "there is no checkpoint"
     raise NotSaved(f"training ended at step {self.iteration}, which could not be saved; {newest}. As long as this "
         "process lives the weights are in memory: make room, then save()")
@@ -165,7 +174,7 @@ def open_segment(self:Saver):
 # %% ../../nbs/train/07_saving.ipynb #f7db0dee
 @patch
 def _row(self:Saver, step):
-    kept = self.writer.run.checkpoints()
+    kept = self.checkpoints.listed()
     row = next((r for r in reversed(kept) if step is None or r["step"] == step), None)
     if row is None:
         which = "kept are those of " + ", ".join(str(r["step"]) for r in kept) if kept else "none is"
@@ -180,8 +189,9 @@ def restore(self:Saver,
 ):
     """Go back to a checkpoint. Raises `UserError` before anything is changed where there is none, or where it is
     damaged."""
-    row, left = self._row(step), self.iteration
-    state = read_state(self.checkpoints.folder / row["file"], row["sha256"])
+    replicas, left = self.loop.step.replicas, self.iteration
+    row = replicas.first(lambda: self._row(step))
+    state = replicas.together(lambda: read_state(self.checkpoints.folder / row["file"], row["sha256"]))
     with self.loop.lock:
         self.loop.flush()
         self.state.load_state_dict(state, back=True)
@@ -284,7 +294,8 @@ def resume(self:Saver,
     self.loop.between.controls.enforce()
     self._tell_resumed(self.writer.run.step - self.iteration, state is not None)
     gone = self._compare(stored["recipe"][2], knobs)
-    ask_again(ask, self.writer.run.changes(), "resume", self.iteration, gone)
+    changes = self.loop.step.replicas.first(self.writer.run.changes)
+    ask_again(ask, changes, "resume", self.iteration, gone)
 
 # %% ../../nbs/train/07_saving.ipynb #af8ee372
 @patch

@@ -44,8 +44,9 @@ from ..memory.watch import MemoryWatch
 from ..parallel.replicas import replicas_here
 from ..recipes.base import Recipe
 from ..recipes.origin import changed_source, keep_source, origin_of, shown_before
+from ..run.checkpoint import ForeignCheckpoints
 from ..run.directory import Run
-from ..run.writer import ASIDE, PROOF, RunWriter, check_place, move_aside, read_proof, stored_meta
+from ..run.writer import ASIDE, PROOF, check_place, move_aside, read_proof, stored_meta
 from ..step.device import decisions_for, log_every_on
 from ..step.kernels import set_implementation
 from ..step.schedule import LRSchedule
@@ -55,6 +56,7 @@ from .bindings import outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
 from .process import movable, start_process, wait_for_process
 from .progress import LEVELS, Bar, EventPrinter, Progress, already_shown, last_step
+from .ranks import Together, claim_place, digest, on_any_rank, refuse_apart, refuse_other_rank
 from .saving import Saver, as_stored, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
 from .state import moved_places, recipe_of, torch_device
@@ -90,7 +92,8 @@ class Trainer:
         refuse_child()
         self.recipe, self.path, self.threads = recipe, Path(run), checked_threads(threads)
         self.device, self.progress, self.worker = torch_device(device), Progress(), Worker(str(run))
-        self.handed_over = False  # whether a process goes on with the run
+        self.replicas, self.handed_over = replicas_here(self.device), False  # whether a process goes on with the run
+        if self.replicas.size > 1: refuse_apart(self.replicas, dict(run=str(self.path), resume=bool(resume)))
         self._begin(self._read(resume, knobs), resume, knobs, loggers)
 
     def __enter__(self): return self
@@ -104,8 +107,21 @@ class Trainer:
 @patch
 def _read(self:Trainer, resume, knobs):
     "Look at the place, check the knobs, set up the data, and build; what is stored of the run, empty for a new one."
+    stored = self.replicas.first(lambda: self._look(resume))
+    self.replicas.together(lambda: self._set_up(stored, knobs))
+    return stored
+
+
+@patch
+def _look(self:Trainer, resume):
+    "What is stored of the run; raises `UserError` where it cannot be trained there."
     stored = stored_meta(self.path, resume)
     check_place(self.path)
+    return stored
+
+
+@patch
+def _set_up(self:Trainer, stored, knobs):
     given = {**self.recipe.initial_knobs(), **knobs}
     self.knobs = self.recipe.Knobs(**self.recipe.Knobs.check(**given))
     as_stored(self.recipe)  # or it is refused
@@ -120,7 +136,6 @@ def _read(self:Trainer, resume, knobs):
         self.info = self.info | self.recipe.divide(names, own | dict(stored=True) if stored else own)
     self._take_proof(stored)
     self._prepare(None if stored else given)
-    return stored
 
 # %% ../../nbs/train/10_trainer.ipynb #d9dfc255
 @patch
@@ -137,9 +152,11 @@ def _take_proof(self:Trainer, stored):
 @patch
 def _begin(self:Trainer, stored, resume, knobs, loggers):
     "Take the directory, and put everything together; what is worth a warning is printed."
-    aside = None if resume else move_aside(self.path)
-    self.writer = RunWriter.claim(self.path, not resume, loggers() if callable(loggers) else loggers)
-    with self.writer.watched(EventPrinter(whole=True, most=sys.maxsize)):
+    aside = None if resume else self.replicas.first(lambda: move_aside(self.path))
+    given = lambda: loggers() if callable(loggers) else loggers
+    self.writer = claim_place(self.replicas, self.path, not resume, given)
+    levels = () if self.replicas.rank else LEVELS
+    with self.writer.watched(EventPrinter(levels, whole=True, most=sys.maxsize)):
         try: self._assemble(stored, knobs, aside)
         except BaseException:
             self.close()
@@ -153,7 +170,7 @@ def _prepare(self:Trainer,
     "Build what may be refused, without touching the run directory."
     self.memory, self.quarantine = Memory(self.device), Quarantine(self.knobs)
     self.batches = BatchLoader(self.recipe, self.device, self.knobs, self.quarantine, self._report,
-        replicas_here(self.device))
+        self.replicas)
     self.system = build_system(self.recipe, self.device)
     self.model = self.system.model
     if self.system.notes: self.info = self.info | dict(notes=[*self.info.get("notes", ()), *self.system.notes])
@@ -177,13 +194,13 @@ def _assemble(self:Trainer, stored, knobs, aside):
     self.run, self.writer.where = self.writer.run, lambda: self.progress.iteration
     self.put_together()
     self.validation = Validation(self.recipe, self.knobs, self._scores, self.telemetry.put, self._report,
-        self.step.replicas.size == 1, stored.get("best"))
+        self.replicas.rank == 0, stored.get("best"))
     self.telemetry.more = lambda: self.validation.shown
     if stored:
-        self.saver.resume(stored, self.set)
+        self.saver.resume(stored, self.mailbox.ask)
         self._compare(stored)
         self.writer.store.look()  # what was asked for while nobody trained holds from the next step on
-    if stored and knobs: self.set(**knobs)
+    if stored and knobs: self.mailbox.ask(**knobs)
     if not stored: self._introduce()
     self.saver.open_segment()
     if aside: self._report("earlier_attempt", ASIDE.format(self.path, aside), "warning", moved_to=str(aside))
@@ -266,7 +283,7 @@ def set_up_notices(
 # %% ../../nbs/train/10_trainer.ipynb #7138c856
 @patch
 def _make_step(self:Trainer, seed=None):
-    self.schedule, replicas = LRSchedule(self.knobs), replicas_here(self.device)
+    self.schedule, replicas = LRSchedule(self.knobs), self.replicas
     self.step = Step(self.system, self.optimizer, self.recipe.bind_losses(self.system), self.knobs, self.schedule,
         self.recipe.seed if seed is None else seed, self.device, replicas=replicas,
         decisions=decisions_for(self.optimizer, replicas))
@@ -279,7 +296,7 @@ def _make_step(self:Trainer, seed=None):
 @patch
 def _resize(self:Trainer, size, iteration):
     "Set the knob `micro_batch` now."
-    self.set(source="oom", at=iteration, micro_batch=size)
+    self.mailbox.ask("oom", iteration, micro_batch=size)
     self.loop.between.apply_due(iteration)
 
 # %% ../../nbs/train/10_trainer.ipynb #4e52735f
@@ -291,16 +308,16 @@ def _make_controls(self:Trainer):
     implementation = self.bindings["optimizer_implementation"]
     self.bindings["optimizer_implementation"] = replace(implementation, write=self._implement)
     self.controls = Controls(self.knobs, self.mailbox, self.writer, self.bindings)
-    self.controls.probe = self.step.probe
-    if self.step.replicas.size == 1: self.retry.make = VerifiedSteps(self.step, self.controls, self._report)
-    self.batches.ask = self.set
+    self.controls.probe, self.batches.ask = self.step.probe, self.set
+    if self.replicas.size == 1: self.retry.make = VerifiedSteps(self.step, self.controls, self._report)
+    else: self.controls.agreed = lambda why: on_any_rank(self.replicas, why)
     self.fixes = switches(self.recipe.fixes(), self.set, self.knobs)
 
 # %% ../../nbs/train/10_trainer.ipynb #24308c1b
 @patch
 def _implement(self:Trainer, value, source):
     set_implementation(self.optimizer, value)
-    self.step.decide(decisions_for(self.optimizer, self.step.replicas))
+    self.step.decide(decisions_for(self.optimizer, self.replicas))
 
 # %% ../../nbs/train/10_trainer.ipynb #615837a2
 @patch
@@ -321,10 +338,10 @@ def _make_listeners(self:Trainer):
 # %% ../../nbs/train/10_trainer.ipynb #f1cac7fb
 @patch
 def _make_loop(self:Trainer):
-    names = ("stop", "save", "restore")
-    between = Between(self.worker, self.mailbox, self.controls, self.progress, self.writer,
-        {n: getattr(self, n) for n in names} | dict(pause=self.worker.pause, resume=self.worker.resume))
-    actions = Actions(self.set, self.step.scaler, self.restore, self.writer, self.quarantine)
+    commands = dict(stop=self.worker.stop, save=self.save, restore=self.restore, pause=self.worker.pause,
+        resume=self.worker.resume, validate=self._validate)
+    between = Between(self.worker, self.mailbox, self.controls, self.progress, self.writer, commands, self._ranks())
+    actions = Actions(self.mailbox.ask, self.step.scaler, self.restore, self.writer, self.quarantine)
     self.loop = Loop(self.progress, self.batches, self.step, self.retry, self.listeners, actions, between,
         self._recover)
     between.flush, between.changing = self.loop.flush, self.batches.reread
@@ -334,14 +351,21 @@ def _make_loop(self:Trainer):
         schedule=self.schedule,
         quarantine=self.quarantine, escalation=self.escalation)
     self.saver = Saver(self.state, self.writer, self.loop, self.worker, self.recipe, self.knobs, self.device,
-        self.threads)
+        self.threads, checkpoints=ForeignCheckpoints(self.path) if self.replicas.rank else None)
     self.saver.segments += [self.telemetry.new_segment, self.loss_scale.reset]
+
+# %% ../../nbs/train/10_trainer.ipynb #cf3cf3b1
+@patch
+def _ranks(self:Trainer):
+    "What the ranks tell each other, `Together`; None where this process trains alone."
+    if self.replicas.size == 1: return None
+    return Together(self.replicas, self.worker, self.mailbox, self.writer, self.quarantine)
 
 # %% ../../nbs/train/10_trainer.ipynb #fd56cc4d
 @patch
 def _recover(self:Trainer, iteration, torn):
     kept = self.saver.kept
-    newest = kept[-1] if kept and self.step.replicas.size > 1 else None
+    newest = kept[-1] if kept and self.replicas.size > 1 else None
     recover(iteration, torn, kept, self.knobs.now.oom_retries, self._report, lambda: self.saver.restore(newest))
 
 # %% ../../nbs/train/10_trainer.ipynb #d270334a
@@ -371,8 +395,8 @@ def set(self:Trainer,
     at:int=None,  # step before which it is applied; None: the next one
     **knobs,  # knob → value; raises `UserError` for a bad one
 ) -> Change:
-    "Ask for a change of knobs; it is applied between two steps."
-    return self.mailbox.ask(source, at, **knobs)
+    "Ask for a change of knobs; it is applied between two steps, where several ranks train on all of them."
+    return self.mailbox.propose(source, at, **knobs)
 
 # %% ../../nbs/train/10_trainer.ipynb #764401ae
 @patch
@@ -429,6 +453,7 @@ def _hand_over(self:Trainer, until):
     """Save, let go of the run directory, and go on in another process; raises `UserError` before anything is closed
     where that is not possible."""
     if self.worker.busy.locked(): raise UserError("training runs already; stop() it first, or wait()")
+    if self.replicas.size > 1: raise UserError("ranks are processes of their own already: start() without process=True")
     trust = movable(self.recipe, self.path, self.writer.loggers.loggers)
     self.save()
     self.close()
@@ -463,6 +488,8 @@ def _claim(self:Trainer, steps, until):
     self.worker.claim()
     self.mailbox.commands, self.saver.unsaved = [], None  # they were meant for what ran before
     self.loop.between.heard.clear()
+    self.retry.parted = False
+    self.loop.between.ranks.begin()
     self.progress.target = target
     self.writer.set_meta(state="running", target=target)
     self.writer.store.flush()  # who reads the run from here on sees that it is going
@@ -471,11 +498,17 @@ def _claim(self:Trainer, steps, until):
 
 # %% ../../nbs/train/10_trainer.ipynb #1a41de00
 @patch
-def pause(self:Trainer): "Pause before the next step."; self.worker.pause()
+def pause(self:Trainer):
+    "Pause before the next step. Raises `UserError` on another rank than the first."
+    refuse_other_rank(self.replicas, "a pause")
+    self.worker.pause()
 
 
 @patch
-def resume(self:Trainer): "Go on after a pause."; self.worker.resume()
+def resume(self:Trainer):
+    "Go on after a pause. Raises `UserError` on another rank than the first."
+    refuse_other_rank(self.replicas, "the end of a pause")
+    self.worker.resume()
 
 
 @patch
@@ -498,6 +531,7 @@ def wait(self:Trainer,
 @patch
 def _train_here(self:Trainer, show, levels):
     "Train in this thread, with the trainer's GPU as the current one and the process's settings as its knobs say."
+    if self.replicas.rank: show, levels = False, ()  # rank 0 speaks for all
     for k in process_bindings(): self.bindings[k].write(getattr(self.knobs, k), "start")
     with on_device(self.device), self.writer.watched(EventPrinter(levels)): self._train(show)
 
@@ -530,21 +564,34 @@ def _train(self:Trainer, show):
 @patch
 def _steps(self:Trainer):
     p, first, taken = self.progress, self.iteration, self.step.optimizer_step
+    if self.replicas.size > 1: self._begin_alike()
     self._rehearse()
     self.model.train()
     self._catch_up()
     self.writer.store.look()  # what was asked for until now holds from the first step on
-    try: self.loop.run(self._upkeep)
+    try:
+        self.loop.run(self._upkeep)
+        self.loop.between.ranks.meet(force=True)
     except Halted:
         self.batches.end()
         self.loop.between.note("stop")
-    if p.iteration < p.target: self.retry.leave()
+        self.retry.leave("a stop was asked for while no batch came")
+    except BaseException as e:
+        self.retry.leave(f"{type(e).__name__}: {e}")
+        raise
     self.loop.flush()
     self.batches.release()
     if p.iteration > first and self.step.optimizer_step == taken:
         text = (f"not one of the steps {first + 1} to {p.iteration} was taken, so nothing was learned; "
             f"Run({str(self.path)!r}).events() says why")
         self._report("no_step_taken", text, "error")
+
+# %% ../../nbs/train/10_trainer.ipynb #80f219bc
+@patch
+def _begin_alike(self:Trainer):
+    "Raise `UserError` on all ranks where one begins with other weights, knobs or steps."
+    own = dict(step=self.iteration, until=self.progress.target, seed=self.recipe.seed, **self.knobs.values())
+    refuse_apart(self.replicas, own | dict(weights=digest(self.model.state_dict().values())[:12]))
 
 # %% ../../nbs/train/10_trainer.ipynb #4dc862d1
 @patch
@@ -563,11 +610,19 @@ def _catch_up(self:Trainer):
 def _upkeep(self:Trainer):
     "After a step: validate and save where that is due."
     try:
-        if self.validation.due(self.iteration): self._validate()
+        if self.validation.due(self.iteration): self._ask_to_validate()
     except KeyboardInterrupt as e:
         e.whole = True  # between two steps the weights can be saved
         raise
     if self.saver.due(): self.saver.save_once()
+
+# %% ../../nbs/train/10_trainer.ipynb #806c0dd8
+@patch
+def _ask_to_validate(self:Trainer):
+    "Validate now; where rank 0 alone has a clock that says so, all ranks do it after the next step."
+    if self.replicas.size == 1 or self.knobs.now.val_every_steps: return self._validate()
+    asked = ("validate", {})
+    if asked not in self.mailbox.commands: self.mailbox.commands.append(asked)
 
 # %% ../../nbs/train/10_trainer.ipynb #6deb207e
 @patch
@@ -656,6 +711,7 @@ def restore(self:Trainer,
 ):
     "Go back to a checkpoint; while another thread trains, it is asked to do so before its next step."
     if not self.worker.elsewhere: return self.saver.restore(step, samples_seen)
+    refuse_other_rank(self.replicas, "a restore")
     self.mailbox.commands.append(("restore",
         dict(step=step) | ({} if samples_seen is None else dict(samples_seen=samples_seen))))
 

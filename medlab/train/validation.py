@@ -32,12 +32,12 @@ class Validation:
         score,  # function of cases, see `cases`: (`Table`, None), or (None, why there is none)
         record,  # function (iteration, {metric: value})
         report,  # function of an event: (kind, text, level, iteration, **data)
-        alone:bool=True,  # whether no other process trains with this one
+        decides:bool=True,  # whether this process tells by its clock when it is time; of several ranks one does
         best:dict=None,  # what `best` was when the run was left; None: a new run
         clock=time.perf_counter,
     ):
         self.recipe, self.knobs, self.score = recipe, knobs, score
-        self.record, self.report, self.alone = record, report, alone
+        self.record, self.report, self.decides = record, report, decides
         self.clock, self.begun = clock, None
         self.trained, self.spent, self.cost = 0.0, 0.0, None  # s of training so far, of validation, of the last one
         self.scored, self.each = 0, None  # cases of the last one; s for each
@@ -102,7 +102,7 @@ def due(self:Validation,
     "Whether cases are to be scored now."
     k = self.knobs.now
     if k.val_every_steps: return iteration % k.val_every_steps == 0
-    if not k.val_share or not self.alone: return False
+    if not k.val_share or not self.decides: return False
     cost = k.val_share * FIRST if self.cost is None else self.cost * self.count() / max(1, self.scored)
     return self.spent + cost <= k.val_share * (self._time() + cost) and self.possible
 

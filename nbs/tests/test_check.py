@@ -121,7 +121,7 @@ def hints():
                         yield file.relative_to(package).as_posix(), getattr(node, "lineno", 0), getattr(node, "name", ""), option, sentence
 
 
-ELSEWHERE = {"error-unmatch", "ip", "port", "no-browser", "allow-root", "config_file", "bundle_root", "output", "input", "options", "option", "help", "version"}
+ELSEWHERE = {"nproc-per-node", "max-restarts", "error-unmatch", "ip", "port", "no-browser", "allow-root", "config_file", "bundle_root", "output", "input", "options", "option", "help", "version"}
 
 
 def help_of(*argv):
@@ -136,7 +136,7 @@ def accepted(command, option):
     argv = dict(predict=["predict"], evaluate=["evaluate"], export=["export"], fork=["fork"], demo=["demo"], selftest=["selftest"])
     if command in ("train", "check"):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
-        return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else set())
+        return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else {"processes", "restarts", "run_dir"})
     argv |= dict(compare=["compare"], notebook=["notebook"], prove=["prove"], forecast=["forecast"], deploy=["deploy"])
     if command not in argv: return False
     return f"--{option}" in help_of(*argv[command]) or command in ("predict", "evaluate") and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
@@ -144,7 +144,7 @@ def accepted(command, option):
 
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
     "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "cli/forecast.py": ("forecast",), "cli/fork.py": ("fork",), "cli/prove.py": ("prove",), "prove/plan.py": ("prove",), "prove/start.py": ("prove",),
-    "cli/pace.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
+    "cli/pace.py": ("train",), "cli/ranks.py": ("train",), "parallel/launch.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
     "cli/deploy.py": ("deploy",), "deploy/checks.py": ("deploy",), "deploy/plan.py": ("deploy",), "deploy/containers.py": ("deploy",), "rebuild/config.py": ("notebook",), "rebuild/code.py": ("notebook",)}
 
 

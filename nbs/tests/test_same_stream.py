@@ -1,7 +1,6 @@
 """The same run on one, two and four ranks: the same samples with the same random numbers, and the same weights; and on another number after a resume."""
 import importlib
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -76,11 +75,11 @@ def main(folder, rank, ranks, resume):
     "One rank of several: every job, or to go on with a run."
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     out = {}
-    if resume: out["resumed"] = train(f"{resume}{rank}", "noisy", 40, ranks=ranks, rank=rank, resume=True)
-    for name, plan in () if resume else JOBS: out[name, plan] = train(f"{folder}/{name}{plan}.{rank}", name, STEPS, plan, ranks, rank)
-    if ranks == 2: train(f"{folder}/begun.{rank}", "noisy", 10, ranks=ranks, rank=rank)
+    if resume: out["resumed"] = train(resume, "noisy", 40, ranks=ranks, rank=rank, resume=True)
+    for name, plan in () if resume else JOBS: out[name, plan] = train(f"{folder}/{name}{plan}", name, STEPS, plan, ranks, rank)
+    if ranks == 2: train(f"{folder}/begun", "noisy", 10, ranks=ranks, rank=rank)
     for name, plan in REFUSED if ranks == 2 else ():
-        try: out[name, plan] = train(f"{folder}/{plan}.{rank}", name, STEPS, plan, ranks, rank)
+        try: out[name, plan] = train(f"{folder}/{plan}", name, STEPS, plan, ranks, rank)
         except UserError as e: out[name, plan] = str(e)
     torch.save(out, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -133,10 +132,9 @@ def test_one_two_and_four_ranks_make_the_same_run(two, four, tmp_path, name, pla
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(two, tmp_path):
-    whole, run = train(tmp_path / "whole", "noisy", 40), two[0] / "begun.0"
+    whole, run = train(tmp_path / "whole", "noisy", 40), two[0] / "begun"
     on_one = train(run, "noisy", 20, resume=True)
-    for r in range(4): shutil.copytree(run, tmp_path / f"copy{r}")
-    on_four = [out["resumed"] for out in together(tmp_path / "4", 4, tmp_path / "copy")]
+    on_four = [out["resumed"] for out in together(tmp_path / "4", 4, run)]
     assert min(on_one["cases"]) == 11 and min(on_four[0]["cases"]) == 21
     same_samples({"cases": {k: v for k, v in whole["cases"].items() if k > 20}}, on_four)
     print("2 → 1 → 4 ranks: weights apart by", apart(whole["weights"], on_four[0]["weights"]))

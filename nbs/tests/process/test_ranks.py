@@ -11,7 +11,7 @@ from toys import Toy, events, trainer
 
 from medlab.core import generator
 from medlab import faults
-from medlab.core import RunFailed
+from medlab.core import RunFailed, UserError
 from medlab.run.directory import Run
 
 STEPS = 12
@@ -40,6 +40,7 @@ PLANS = {
     "no gradient": {1: lambda: [faults.no_gradient(at=5)]},
     "for good": {0: lambda: [faults.gradient("0.weight", at=8, times=8), faults.disk_full("checkpoint", at=6)]},
     "by time": {},
+    "a torn scan": {1: lambda: [faults.reader(ValueError("torn"), index=15)]},
     "an error": {1: lambda: [faults.reader(KeyboardInterrupt(), index=15)]},
 }
 
@@ -48,14 +49,20 @@ def rank(number, folder):
     "One of the two: what every plan came to, a line of JSON each."
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
     for i, name in enumerate(PLANS):
-        more = {"for good": dict(escalate_after=3), "by time": dict(save_every=0, save_minutes=2 - number, keep=9)}.get(name, {})
+        more = {"for good": dict(escalate_after=3), "by time": dict(save_every=0, save_minutes=1, keep=9), "a torn scan": dict(case_budget=1)}.get(name, {})
         knobs = dict(save_every=3, precision="fp16" if name == "half precision" else "fp32", clip_by_loss=True, gradient_accumulation_steps=2) | more
-        with trainer(f"{folder}/{i}.{number}", Half(), **knobs) as t, faults.plant(t, *PLANS[name].get(number, list)()):
+        with trainer(f"{folder}/{i}", Half(), **knobs) as t, faults.plant(t, *PLANS[name].get(number, list)()):
             if name == "by time": t.saver.clock = lambda: (0.0, 20.0)[number] * t.iteration
             try: t.fit(STEPS, progress=False)
             except (RunFailed, KeyboardInterrupt) as e: print(name, type(e).__name__, e, file=sys.stderr)
             flat = torch.cat([p.detach().flatten() for p in t.model.parameters()])
-            print(json.dumps(dict(name=name, weights=flat.tolist(), number=t.iteration, taken=t.step.optimizer_step, micro=t.knobs.micro_batch, state=t.run.state)))
+            print(json.dumps(dict(name=name, weights=flat.tolist(), number=t.iteration, taken=t.step.optimizer_step, micro=t.knobs.micro_batch, state=t.run.state, kept=t.saver.kept, out=sorted(t.quarantine.samples.out))))
+    apart = {}
+    for name, path, knobs in (("path", f"{folder}/apart{number}", {}), ("knobs", f"{folder}/apart", dict(lr=1e-3 + number * 1e-4))):
+        try:
+            with trainer(path, Half(), gradient_accumulation_steps=2, **knobs) as t: t.fit(2, progress=False)
+        except UserError as e: apart[name] = str(e)
+    print(json.dumps(dict(name="apart") | apart))
     dist.destroy_process_group()
 
 
@@ -68,13 +75,13 @@ def outcomes(tmp_path_factory):
     finally: [p.kill() for p in made]
     assert [p.returncode for p in made] == [0, 0], out[0][1][-2000:] + out[1][1][-2000:]
     a, b = ({(d := json.loads(line))["name"]: d for line in o.splitlines()} for o, _ in out)
-    return path, {name: (a[name], b[name]) for name in PLANS}
+    return path, {name: (a[name], b[name]) for name in [*PLANS, "apart"]}
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     path, (a, b), i = outcomes[0], outcomes[1][name], list(PLANS).index(name)
-    runs = [path / f"{i}.0", path / f"{i}.1"]
+    runs = [path / str(i), path / str(i) / "ranks/1"]
     assert a == b or name == "an error", "the same weights to the bit, the same steps taken"
     if name == "an error":
         assert b["state"] == a["state"] == "failed" and a["number"] == b["number"] and a["weights"] == b["weights"] and "rank 1 stopped training" in " ".join(events(runs[0], "error"))
@@ -87,13 +94,19 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     if name in ("memory in forward", "memory in backward"): assert a["micro"] == 2 and not events(runs[0], "restore") + events(runs[1], "restore")
     if name == "memory in optimizer": assert [len(events(r, "restore")) for r in runs] == [1, 1] and a["micro"] is None
     if name == "for good": assert all("went back from step 10 to 3" in " ".join(events(r, "recovery_action")) for r in runs), "the newest that both keep: one of them could not write that of step 6"
-    if name == "by time": assert [[c["step"] for c in Run(r).checkpoints()] for r in runs] == [[3, 6, 9, 12]] * 2, "rank 1 alone is late, rank 0 has a clock that stands still"
+    if name == "by time": assert a["kept"] == b["kept"] == [3, 6, 9, 12], "rank 1 alone is late, rank 0 has a clock that stands still"
     if name in ("no_step_taken", "one sample"):
         with trainer(tmp_path / "one", Half(), clip_by_loss=True, gradient_accumulation_steps=2) as t, faults.plant(t, *PLANS[name].get(0, list)()):
             t.fit(STEPS, progress=False)
             assert torch.allclose(torch.cat([p.detach().flatten() for p in t.model.parameters()]), torch.tensor(a["weights"]), atol=1e-6), "one process that sees all samples ends there too"
     if name == "one sample": assert sum(Run(runs[0]).metrics("dropped")["dropped"].value) == 1 and a["taken"] == STEPS
+    if name == "a torn scan": assert a["out"] == b["out"] == [15] and any("rank 1" in e.text and "torn" in e.text for e in Run(runs[0]).events("quarantine"))
     if name == "all samples": assert sum(Run(runs[1]).metrics("dropped")["dropped"].value) == 4 and a["taken"] == STEPS and skipped == [0, 0], "the other's samples count"
+
+
+def test_ranks_that_would_part_are_refused(outcomes):
+    for told in outcomes[1]["apart"]:
+        assert "rank 1 does not begin as rank 0 does" in told["path"] and "apart1' and" in told["path"] and "lr is 0.0011 and 0.001 on rank 0" in told["knobs"]
 
 
 if __name__ == "__main__": rank(int(sys.argv[1]), sys.argv[2])

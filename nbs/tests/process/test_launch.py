@@ -1,0 +1,125 @@
+"""`torchrun … -m medlab train` and `medlab train --processes`: one run on several ranks, steered from outside, killed, and taken up again."""
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from medlab.run.checkpoint import newest_state
+from medlab.run.directory import Run
+
+pytestmark = pytest.mark.timeout(600)  # on a busy machine the ranks take a minute to start
+TRAIN = ["restoration", "--debug", "--device", "cpu", "--gradient-accumulation-steps", "2", "--save-every", "5", "--threads", "1"]
+ENV = os.environ | dict(OMP_NUM_THREADS="1")
+MEDLAB = [sys.executable, "-W", "ignore", "-m", "medlab", "train", *TRAIN]
+TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "medlab", "train", *TRAIN]
+
+
+def started(command, folder): return subprocess.Popen(command, cwd=folder, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(true, process, seconds=240):
+    "Wait for something in a run, as long as its process lives; what it then is."
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end, "it never became true"
+        assert process.poll() is None, "".join(process.communicate())[-3000:]
+        time.sleep(0.1)
+    return found
+
+
+def seen(path):
+    "The run, once it can be read."
+    return Run(path) if (path / "run.db").exists() else None
+
+
+def rank_process(launcher, rank):
+    "The process of a rank."
+    return next(p for p in psutil.Process(launcher.pid).children(recursive=True) if p.environ().get("RANK") == str(rank) and "medlab" in p.cmdline())
+
+
+def weights(path): return newest_state(path)[0]["model"]
+
+
+def apart(a, b): return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
+
+
+def test_one_run_of_two_ranks_is_steered_from_outside(tmp_path):
+    path = tmp_path / "runs/two"
+    made = started([*TORCHRUN, "--steps", "100000", "--run-dir", "runs/two"], tmp_path)
+    try:
+        until(lambda: (r := seen(path)) and r.step > 3, made)
+        run, other = Run(path), Run(path / "ranks/1")
+        run.request(lr=3e-4)
+        change = until(lambda: next((c for c in run.changes() if c.state == "applied"), None), made)
+        until(lambda: any(c.state == "applied" for c in other.changes()), made)
+        theirs = next(c for c in other.changes() if c.state == "applied")
+        assert (change.applied_step, change.new, change.verified) == (theirs.applied_step, theirs.new, theirs.verified) and change.new == dict(lr=3e-4)
+        run.request(lr=2.0, at=10**6)
+        run.command("pause")
+        until(lambda: run.state == "paused" and other.state == "paused", made)
+        assert run.step == other.step
+        run.command("resume")
+        at = run.step
+        until(lambda: run.step > at + 3, made)
+        rank_process(made, 1).send_signal(signal.SIGTERM)  # as where its machine is about to be taken away
+        told = made.communicate(timeout=240)
+    finally: made.kill()
+    assert made.returncode == 0 and run.state == other.state == "stopped" and run.step == other.step, told[1][-3000:]
+    assert run.checkpoints()[-1]["step"] == run.step and not (path / "ranks/1/checkpoints").exists()
+    assert sum("stopped at step" in line for line in told[0].splitlines()) == 1, "rank 0 speaks for all"
+
+
+def test_a_rank_is_killed_and_all_go_on_from_the_checkpoint(tmp_path):
+    "Twice; MEDLAB_KILLS says how often."
+    kills, draw = int(os.environ.get("MEDLAB_KILLS", "2")), random.Random(0)
+    steps, path = 12 * kills + 16, tmp_path / "two"
+    whole = subprocess.run([*MEDLAB, "--steps", str(steps), "--run", "whole"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    made = started([*MEDLAB, "--steps", str(steps), "--run", "two", "--processes", "2", "--restarts", str(kills)], tmp_path)
+    try:
+        for i in range(kills):
+            until(lambda: (r := seen(path)) and r.step > 12 * i + 4, made)
+            rank_process(made, i % 2 if kills < 3 else draw.randrange(2)).kill()
+        told = made.communicate(timeout=400)
+    finally: made.kill()
+    run = Run(path)
+    assert made.returncode == 0 and run.state == "done" and run.step == steps, told[1][-3000:]
+    assert len(run.events("resume")) == kills and all(e.text.startswith("going on after step") for e in run.events("resume"))
+    print(kills, "kills: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
+    assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
+    again = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "whole", "--steps", str(steps + 10), "--processes", "2"],
+        cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    alone = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", "--steps", str(steps + 10), "--device", "cpu"],
+        cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert again.returncode == alone.returncode == 0, again.stderr[-2000:] + alone.stderr[-2000:]
+    assert Run(tmp_path / "whole").step == steps + 10 == run.step and apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
+
+
+def test_ctrl_c_stops_all_ranks_and_saves(tmp_path):
+    made = subprocess.Popen([*MEDLAB, "--steps", "100000", "--run", "two", "--processes", "2"], cwd=tmp_path, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        run = until(lambda: (r := seen(tmp_path / "two")) and r.step > 3 and r, made)
+        held = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", "--processes", "2"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+        assert held.returncode == 2 and held.stderr.count("is held by a live trainer") == 1
+        os.killpg(made.pid, signal.SIGINT)
+        told = made.communicate(timeout=240)
+    finally: made.kill()
+    assert made.returncode == 130 and run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step and "Traceback" not in told[1], told[1][-2000:]
+
+
+def test_what_the_ranks_cannot_do_is_said_once(tmp_path):
+    few = subprocess.run([*MEDLAB[:-4], "--threads", "1", "--gradient-accumulation-steps", "1", "--steps", "4", "--processes", "2", "--run", "few"],
+        cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    lines = [line for line in few.stderr.splitlines() if line.startswith("medlab:")]
+    assert few.returncode == 2 and len(lines) == 1 and "gradient_accumulation_steps=1 must be at least 2" in lines[0], few.stderr[-3000:]
+    nameless = subprocess.run([*TORCHRUN, "--steps", "4"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert nameless.returncode and "under a launcher the run needs a name" in nameless.stderr
+    for words, why in ((["--processes", "0"], "--processes 0 must be at least 1"), (["--processes", "2", "--restarts", "-1"], "--restarts -1 must be at least 0"),
+            (["--restarts", "2"], "--restarts 2 is for several processes")):
+        bad = subprocess.run([*MEDLAB, *words, "--steps", "1", "--run", "bad"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+        assert bad.returncode == 2 and why in bad.stderr and not (tmp_path / "bad").exists()
