@@ -586,16 +586,22 @@ def prove(
     return prove_in_words(parsed(p, argv), _named(argv))
 
 # %% ../../nbs/cli/08_main.ipynb #5b40a88c
+def _own_words(names, argv):
+    "(name → what was typed, of the options that a command has beside those of train; the words without them)"
+    words = {}
+    for name in names:
+        for spelling in dict.fromkeys(("--" + name.replace("_", "-"), "--" + name)):
+            value, argv = option_word(argv, spelling)
+            if value is not None: words[name] = value
+    return words, argv
+
+
 def forecast(
     argv,  # RECIPE and options
 ) -> int:  # exit status
     "Say whether training would fit into memory, on each rank, before it is begun: forecast RECIPE --memory 80GB."
     from medlab.cli.forecast import OWN, USAGE, forecast_in_words
-    words = {}
-    for name in OWN:
-        for spelling in dict.fromkeys(("--" + name.replace("_", "-"), "--" + name)):
-            value, argv = option_word(argv, spelling)
-            if value is not None: words[name] = value
+    words, argv = _own_words(OWN, argv)
     named = bool(argv) and not argv[0].startswith("-")
     name, argv = (argv[0], argv[1:]) if named else option_word(argv, "--recipe")
     if name is None and {"-h", "--help"} & {*argv}: print_text(USAGE); return 0
@@ -611,39 +617,22 @@ def deploy(
     argv,  # KIND, DIR and options
 ) -> int:  # exit status
     "Write a job that begins a run or goes on with it: deploy slurm|kubernetes|docker DIR --recipe RECIPE."
-    from medlab.cli.deploy import OWN, USAGE, deploy_new
+    from medlab.cli.deploy import OWN, USAGE, deploy_job
     if {"-h", "--help"} & {*argv}: print_text(USAGE); return 0
     if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
-        raise UserError(f"which cluster, and which folder? {USAGE}")
-    (kind, folder), argv, words = argv[:2], argv[2:], {}
-    for name in OWN:
-        for spelling in dict.fromkeys(("--" + name.replace("_", "-"), "--" + name)):
-            value, argv = option_word(argv, spelling)
-            if value is not None: words[name] = value
-    if again := resumed_run(argv): raise UserError(f"to go on with {again} name it alone: --run {again}")
+        raise UserError("which cluster, and which folder? medlab deploy slurm|kubernetes|docker DIR --recipe RECIPE; "
+            "medlab deploy --help says more")
+    kind, folder, *argv = argv
+    words, argv = _own_words(OWN, argv)
     name, argv = option_word(argv, "--recipe")
-    if name and not (Path(option_word(argv, "--run")[0] or "") / "run.db").is_file():
-        fields, knobs, rest = options(recipe_class(name), argv)
-        files = deploy_new(kind, folder, words, new_job(recipe_class(name), fields, rest), rest, **knobs)
-    else: files = _deploy_there(kind, folder, words, argv, name)
-    print_text(f"{folder}: {', '.join(files)}; nothing is submitted: NEXT.md says what comes next")
+    if name is None and resumed_run(argv) is None:
+        raise UserError("what is to be trained? --recipe RECIPE for a new run, --resume RUN for one that is there")
+    cls, stored = trained_recipe(name, argv)
+    fields, knobs, rest = options(cls, argv)
+    job = resumed_job(stored, fields, rest) if stored else new_job(cls, fields, rest)
+    files = deploy_job(kind, folder, words, job, rest, **knobs)
+    print_text(f"{folder}: {', '.join(files)}; nothing is submitted: {Path(folder) / 'NEXT.md'} says what comes next")
     return 0
-
-# %% ../../nbs/cli/08_main.ipynb #e86a579e
-def _deploy_there(kind, folder, words, argv, name):
-    "Write a job that goes on with a run; raises `UserError` for options that cannot change any more."
-    from medlab.cli.deploy import deploy_run
-    if name and not is_place(name):
-        raise UserError(f"{option_word(argv, '--run')[0]} holds a run already; leave --recipe out to go on with it, "
-            "or name another --run")
-    run, argv = option_word(argv, "--run")
-    if run is None:
-        raise UserError("what is to be trained? --recipe RECIPE for a new run, --run RUN for one that is there")
-    steps, argv = option_word(argv, "--steps")
-    if argv: raise UserError(f"{argv[0]}: of a run that is there only --steps may change; leave it out")
-    if steps is not None and not (steps.isdecimal() and int(steps)):
-        raise UserError(f"--steps {steps} must be an integer ≥ 1")
-    return deploy_run(kind, folder, words, run, steps and int(steps), recipe_class(name) if name else None)
 
 # %% ../../nbs/cli/08_main.ipynb #4c1b9486
 def one_folder(

@@ -14,24 +14,24 @@
 set -euo pipefail
 
 folder=@@{folder}
+python=@@{python}
 run=@@{run}
-GO_ON=$([ ! -e "$run/run.db" ] || echo yes)
+is() { "$python" -c "import sys, medlab.deploy.standing as s; sys.exit(not s.$1(sys.argv[1]))" "$run"; }
+
+GO_ON=@@{go_on}
 HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-HEAD_PORT=$((20000 + SLURM_JOB_ID % 20000))
+HEAD_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export GO_ON HEAD_NODE HEAD_PORT
 
-# 120 s before the time is over this shell is told; it asks the nodes to save, and queues the job again.
-again=
-trap 'again=yes; scancel --signal=USR1 "$SLURM_JOB_ID.0"' USR1
+# 120 s before the time is over this shell is told, and asks the nodes to save. So does Slurm itself, by TERM, where a
+# more urgent job takes them and is content to wait.
+trap 'scancel --signal=USR1 "$SLURM_JOB_ID.0" || true' USR1
 srun --cpus-per-task=@@{cpus} --kill-on-bad-exit=1 bash "$folder/train.sh" &
 process=$!
-status=0
-wait "$process" || status=$?
-while kill -0 "$process" 2>/dev/null; do
-    status=0
-    wait "$process" || status=$?
-done
-if [ -n "$again" ] && [ "$status" = 0 ]; then
+while status=0; wait "$process" || status=$?; kill -0 "$process" 2>/dev/null; do :; done
+
+# What was saved goes on when it is its turn; after scancel this shell is gone as well.
+if [ "$status" = 0 ] && ! is ended; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
