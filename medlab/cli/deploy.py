@@ -20,9 +20,9 @@ KINDS = dict(slurm=(write_slurm, ("name", "time", "memory", "cpus", "partition",
     docker=(write_docker, ("image", "shm")))  # kind → (what writes it, its options)
 OWN = ("gpus", "nodes", *dict.fromkeys(o for _, options in KINDS.values() for o in options))
 USAGE = ("usage: medlab deploy slurm|kubernetes|docker DIR --recipe RECIPE|--resume RUN [--gpus 8] [--nodes 2] "
-    "[options of medlab train]\n\nWrites a job into the folder DIR that begins the run, or goes on with it, each time it "
-    "is started, and saves before it ends; NEXT.md says how it is submitted. --gpus, --cpus and --memory are those of "
-    "each node; a GPU has one process. What else follows is that of medlab train, such as --run, --data-root, --steps, "
+    "[options of medlab train]\n\nWrites a job into the folder DIR that begins the run, or goes on with it, each time "
+    "it is started, and saves before it ends; NEXT.md says how it is submitted. --gpus, --cpus and --memory are those "
+    "of each node; a GPU has one process. What else follows is that of medlab train, such as --run, --data-root, --steps, "
     "--lr, --restarts.\n\n"
     "slurm       [--time 24:00:00] [--memory 64G] [--cpus 64] [--partition P] [--account A] [--name NAME]\n"
     "            [--python /env/bin/python], which the nodes see\n"
@@ -54,8 +54,8 @@ def own_values(
 def train_words(
     rest:dict,  # options that belong to the run
 ) -> tuple:
-    "The words that `medlab train` is given beside its configuration; places of this machine are absolute."
-    place = lambda k, v: os.path.abspath(v) if k in ("tensorboard", "mirror") and "://" not in v else str(v)
+    "The words that `medlab train` is given beside its configuration; a place of this machine is absolute."
+    place = lambda k, v: os.path.abspath(v) if k == "tensorboard" else str(v)
     valued = [k for k in (*RUN_KEYS, "tensorboard") if k not in ("run", "steps") and rest.get(k)]
     words = [w for k in valued for w in ("--" + k.replace("_", "-"), place(k, rest[k]))]
     return (*words, *("--" + k.replace("_", "-") for k in ("use_wandb", "reread") if rest.get(k)))

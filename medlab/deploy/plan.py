@@ -29,8 +29,8 @@ def check_processes(
     if restarts < 0: raise UserError(f"--restarts {restarts} must be at least 0")
     if restarts and n < 2: raise UserError(f"--restarts {restarts} is for several processes, as with --gpus 2")
     if micro_batches is None or micro_batches >= n: return
-    raise UserError(f"gradient_accumulation_steps={micro_batches} must be at least {n}, one micro-batch for each of the "
-        f"{n} GPUs; add --gradient-accumulation-steps {n}, and divide --batch-size by {n} for a step of the same size")
+    raise UserError(f"gradient_accumulation_steps={micro_batches} must be at least {n}, one micro-batch for each of "
+        f"the {n} GPUs; add --gradient-accumulation-steps {n}, and divide --batch-size by {n} for as large a step")
 
 # %% ../../nbs/deploy/03_plan.ipynb #1a529979
 @dataclass(frozen=True)
@@ -113,9 +113,11 @@ def plan_of(
     cls:type,  # of its recipe
     **rest,  # further fields of `Plan`
 ) -> Plan:
-    "Plan to go on with a run; raises `UserError` for a proof."
+    "Plan to go on with a run; raises `UserError` for a proof, and for one that is at its target."
     from medlab.rebuild.config import run_config
-    config = run_config(refuse_proof(Run(run)), now=True)
+    if steps <= (there := refuse_proof(Run(run))).step:
+        raise UserError(f"{run} is at step {there.step} of {steps} already; --steps {there.step + 1000} goes on")
+    config = run_config(there, now=True)
     word, file = recipe_word(cls)
     return Plan(word, config, Path(run).absolute(), steps, file=file, there=True, **rest)
 
@@ -127,7 +129,7 @@ def config_text(
     lines = {k: _yaml(k, v) for k, v in plan.config.items()}
     lost = [k for k, line in lines.items() if line.startswith("#")]
     if lost: raise UserError(f"{', '.join(lost)}: no value that a file can hold; set it in the recipe's own code")
-    return "# The configuration that the run begins with, as medlab train --config takes it.\n" + "".join(lines.values())
+    return "# What the run begins with, as medlab train --config takes it.\n" + "".join(lines.values())
 
 
 def alone(
@@ -136,5 +138,5 @@ def alone(
     "Return a file that can be copied; raises `UserError` for one that is part of a package."
     folder, module = module_place(file)
     if "." not in module: return Path(file)
-    raise UserError(f"{file} is part of the package {module.split('.')[0]}, and would not be found alone; install that "
-        f"in the image, and name the class by it: --recipe {module}:CLASS")
+    raise UserError(f"{file} is part of the package {module.split('.')[0]}, and would not be found alone; install "
+        f"that in the image, and name the class by it: --recipe {module}:CLASS")

@@ -21,7 +21,8 @@ def begun(
 # %% ../../nbs/deploy/02_standing.ipynb #5b1d7a16
 def ended(
     run,  # directory
+    steps,  # that it is to be trained to, a number or what the shell has of it
 ) -> bool:
     "Whether a run is at its target, or a person has stopped it since it last began."
     found = Run(run)
-    return found.state == "done" or found.stopped_by_request
+    return found.state == "done" or found.step >= int(steps) or found.stopped_by_request

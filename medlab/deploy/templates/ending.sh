@@ -3,6 +3,6 @@
 case $status in
     0 | 130)
         status=0
-        is ended || status=143
+        is ended "$steps" || status=143
         ;;
 esac

@@ -14,10 +14,7 @@
 set -euo pipefail
 
 folder=@@{folder}
-python=@@{python}
-run=@@{run}
-is() { "$python" -c "import sys, medlab.deploy.standing as s; sys.exit(not s.$1(sys.argv[1]))" "$run"; }
-
+@@{asks}
 GO_ON=@@{go_on}
 HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 HEAD_PORT=$((20000 + SLURM_JOB_ID % 10000))
@@ -28,10 +25,12 @@ export GO_ON HEAD_NODE HEAD_PORT
 trap 'scancel --signal=USR1 "$SLURM_JOB_ID.0" || true' USR1
 srun --cpus-per-task=@@{cpus} --kill-on-bad-exit=1 bash "$folder/train.sh" &
 process=$!
-while status=0; wait "$process" || status=$?; kill -0 "$process" 2>/dev/null; do :; done
+while wait "$process" || true; kill -0 "$process" 2>/dev/null; do :; done
+status=0
+wait "$process" || status=$?
 
 # What was saved goes on when it is its turn; after scancel this shell is gone as well.
-if [ "$status" = 0 ] && ! is ended; then
+if [ "$status" = 0 ] && ! is ended "$steps"; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -1,35 +1,36 @@
 #!/usr/bin/env bash
 # What one node does: begin the run, or go on with it where it is there. TERM, INT and USR1 ask it to save and to stop.
-# shellcheck disable=SC2016  # a path may hold a $
+# shellcheck disable=SC2016,SC2329  # a path may hold a $, and the trap calls a function
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-python=@@{python}
-recipe=@@{recipe}
-run=@@{run}
-is() { "$python" -c "import sys, medlab.deploy.standing as s; sys.exit(not s.$1(sys.argv[1]))" "$run"; }
+# A second signal ends training without saving, so what went into the background is asked once; a node that is asked
+# before anything did does not begin.
+asked=
+trap '[ -n "$asked" ] || { asked=yes && [ -z "${!:-}" ] || ask "$!"; }' TERM INT USR1
 
-# Several nodes choose before any of them trains, unless a launcher chose for all of them. GO_ON=yes fetches a run from
-# its mirror where it is not here.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+recipe=@@{recipe}
+@@{asks}
+# Several nodes choose before any of them trains, unless a launcher chose for all of them.
 go_on=${GO_ON-@@{go_on}}
 if [ -n "$go_on" ]; then
     words=(train "$recipe" --resume "$run")
 else
     words=(train "$recipe" --config "$here/config.yml" --run-dir "$run")
 fi
-words+=(--steps @@{steps}@@{extra} "$@")
+words+=(--steps "$steps"@@{extra} "$@")
 
 @@{launch}
 
-# A second signal ends training without saving. So the launcher has a process group of its own (set -m), which hears
-# nothing of what a terminal or a scheduler tells all others, and is asked once.
+# With a process group of its own (set -m) the launcher hears nothing of what a terminal or a scheduler tells all others.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
 set -m
-(trap '' USR1 && exec "${launch[@]}" "${words[@]}") &
-process=$!
-asked=
-trap '[ -n "$asked" ] || { asked=yes && kill -TERM "$process" 2>/dev/null || true; }' TERM INT USR1
-while status=0; wait "$process" || status=$?; kill -0 "$process" 2>/dev/null; do :; done
+status=0
+if [ -z "$asked" ]; then
+    (trap '' USR1 && exec "${launch[@]}" "${words[@]}") &
+    while wait "$!" || true; kill -0 "$!" 2>/dev/null; do :; done
+    wait "$!" || status=$?
+fi
 
 # Whatever the launcher makes of it, a run that was asked to stop was saved.
 [ -z "$asked" ] || status=0
