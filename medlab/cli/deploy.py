@@ -22,15 +22,15 @@ OWN = ("gpus", "nodes", *dict.fromkeys(o for _, options in KINDS.values() for o 
 USAGE = ("usage: medlab deploy slurm|kubernetes|docker DIR --recipe RECIPE|--resume RUN [--gpus 8] [--nodes 2] "
     "[options of medlab train]\n\nWrites a job into the folder DIR that begins the run, or goes on with it, each time "
     "it is started, and saves before it ends; NEXT.md says how it is submitted. --gpus, --cpus and --memory are those "
-    "of each node; a GPU has one process. What else follows is that of medlab train, such as --run, --data-root, --steps, "
-    "--lr, --restarts.\n\n"
+    "of each node; a GPU has one process. What else follows is that of medlab train, such as --run, --data-root, "
+    "--steps, --lr, --restarts.\n\n"
     "slurm       [--time 24:00:00] [--memory 64G] [--cpus 64] [--partition P] [--account A] [--name NAME]\n"
     "            [--python /env/bin/python], which the nodes see\n"
     "kubernetes  --image medlab:0.1.0 --claim PVC, for runs [--data-claim PVC] [--namespace N] [--memory 64Gi]\n"
     "            [--shm 16Gi] [--cpus 64] [--name NAME]\n"
     "docker      [--image medlab:0.1.0] [--shm 16G]")
 
-
+# %% ../../nbs/cli/15_deploy.ipynb #7fa68d45
 def own_values(
     kind:str,  # of `KINDS`
     words:dict,  # name of `OWN` → what was typed
@@ -50,7 +50,7 @@ def own_values(
         if name not in out: raise UserError(f"kubernetes needs --{name}, such as --{name} {such}")
     return out
 
-
+# %% ../../nbs/cli/15_deploy.ipynb #febaf270
 def train_words(
     rest:dict,  # options that belong to the run
 ) -> tuple:
@@ -71,7 +71,7 @@ def _plan(job, rest, knobs, **counts):
     raise UserError(f"{', '.join(knobs)}: each start of the job would set it anew; set it once, with medlab train "
         f"--resume {job.run} --set or in the panel, and leave it out here")
 
-
+# %% ../../nbs/cli/15_deploy.ipynb #27a81e7c
 def deploy_job(
     kind:str, folder,  # what is to be written, and where
     words:dict,  # see `own_values`

@@ -30,7 +30,7 @@ def _recipe_file(plan):
     raise UserError(f"the file {plan.file.name!r} must have a name of letters, digits and _ . - to be put into a "
         "container; rename it")
 
-
+# %% ../../nbs/deploy/07_containers.ipynb #c924b8c8
 def inside(
     plan:Plan,
     place:str,  # folder with the script and its files, there
@@ -45,7 +45,7 @@ def inside(
     config = plan.config | dict(data_root=data) if plan.data else plan.config
     return replace(plan, config=config, recipe=recipe, run=Path("/runs") / plan.run.name), data
 
-
+# %% ../../nbs/deploy/07_containers.ipynb #cdc21f40
 def _files(plan):
     "What a container reads: the script, the configuration of a new run, the file of a recipe of one's own."
     files = {"train.sh": train_script(plan, contained=True)}
@@ -127,7 +127,7 @@ def pinned() -> str:
     _needed("medlab", found)
     return "".join(f"{k}=={v}\n" for k, v in sorted(found.items(), key=lambda kv: kv[0].lower()))
 
-
+# %% ../../nbs/deploy/07_containers.ipynb #00671647
 def write_docker(
     folder,  # to be made
     plan:Plan,
