@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ASKED', 'FATE', 'ChangeRecord', 'read_changes', 'change_states', 'copy_changes', 'request_change', 'request_command',
-           'Known', 'RequestLog']
+           'asked_to_stop', 'Known', 'RequestLog']
 
 # %% ../../nbs/run/05_requests.ipynb #1fa8a4e9
 import json
@@ -114,6 +114,15 @@ def request_command(
     "Ask for something that is done once."
     return db.execute("INSERT INTO commands(time, source, name, state, data) VALUES(?,?,?,'pending',?)",
         (time.time(), source, name, json.dumps(data))).lastrowid
+
+# %% ../../nbs/run/05_requests.ipynb #5e0a71c4
+def asked_to_stop(
+    db:sqlite3.Connection,  # a run's database
+) -> bool:
+    "Whether somebody asked for a stop, and the trainer obeyed, since training last began."
+    began, = db.execute("SELECT coalesce(max(time), 0) FROM segments").fetchone()
+    rows = db.execute("SELECT 1 FROM commands WHERE name='stop' AND state='taken' AND time > ?", (began,))
+    return rows.fetchone() is not None
 
 # %% ../../nbs/run/05_requests.ipynb #017f4034
 @dataclass
