@@ -109,8 +109,8 @@ def launch(
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    args = run.parse_args(["--nproc-per-node", str(processes), "--max-restarts", str(restarts), "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(uuid.uuid4()), sys.executable])
+    args = run.parse_args(["--nproc-per-node", str(processes), "--max-restarts", str(restarts),
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(uuid.uuid4()), sys.executable])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     with tempfile.TemporaryDirectory() as args.log_dir:  # torchrun's own would stay behind
         config, _, _ = run.config_from_args(args)

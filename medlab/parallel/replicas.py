@@ -43,7 +43,8 @@ class ProcessGroup:
         device="cpu",  # where a process group without a backend for the CPU tells its verdict
     ):
         hosts = "cpu:" in dist.get_backend_config()
-        self.device, self.size, self.rank = torch.device("cpu" if hosts else device), dist.get_world_size(), dist.get_rank()
+        self.device = torch.device("cpu" if hosts else device)
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
         self.asks, self.asked = lambda: False, True  # they meet before the first step
         self.buckets, self.ordered = None, False  # whether the order in which gradients come is known
         self.order = None  # in which they are to be laid anew; None: they lie as they should

@@ -110,7 +110,7 @@ def __call__(self:Step,
     if self.buffers.slots: self.buffers.save()
     if self.system.frozen or self.system.averages: self.system.check()
     many, last = self.replicas.size > 1, len(batch.micro_batches) - 1
-    if many: self.replicas.prepare(self.params)
+    self.replicas.prepare(self.params)
     expected = batch.expected or batch.size if many else batch.size
     if expected or many: self.decisions.set_lr(t)
     for i, micro in enumerate(batch.micro_batches): t.samples += self._micro(t, i, micro, expected, i == last)
@@ -428,7 +428,11 @@ def summed(self:HostDecisions, sums):
 
 
 @patch
-def overdue(self:HostDecisions) -> bool: "Whether it is time to read what waits on the device; here nothing does."; return False
+def overdue(self:HostDecisions) -> bool:
+    "Whether it is time to read what waits on the device; here nothing does."
+    return False
+
+
 @patch
 def told(self:HostDecisions, read): "Rank 0 says that all read now; here nothing waits."
 

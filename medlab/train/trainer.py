@@ -454,15 +454,16 @@ def _hand_over(self:Trainer, until, processes):
     where that is not possible."""
     if self.worker.busy.locked(): raise UserError("training runs already; stop() it first, or wait()")
     if self.replicas.size > 1: raise UserError("ranks are processes of their own already: start() without process=True")
-    if not isinstance(processes, int) or processes < 1: raise UserError(f"processes={processes!r} must be an integer ≥ 1")
+    if not isinstance(processes, int) or processes < 1:
+        raise UserError(f"processes={processes!r} must be an integer ≥ 1")
     self.batches.check_ranks(self.knobs.gradient_accumulation_steps, processes)
     trust = movable(self.recipe, self.path, self.writer.loggers.loggers)
     self.save()
     self.close()
     self._let_go()
     self.handed_over = True
-    device, threads = (self.device.type, max(1, self.threads // processes)) if processes > 1 else (str(self.device), self.threads)
-    start_process(self.path, until, device, threads, trust, processes)
+    device = self.device.type if processes > 1 else str(self.device)
+    start_process(self.path, until, device, max(1, self.threads // processes), trust, processes)
     return Run(self.path)
 
 # %% ../../nbs/train/10_trainer.ipynb #b58d1f46
@@ -626,7 +627,8 @@ def _upkeep(self:Trainer):
 def _when_all(self:Trainer, command, known=False):
     "Do it now where all ranks know that it is due; where rank 0's clock says so, before the next step but one."
     if self.replicas.size == 1 or known: return self.loop.between.commands[command]()
-    if not self.replicas.rank and (command, {}) not in self.mailbox.commands: self.mailbox.commands.append((command, {}))
+    asked = self.mailbox.commands
+    if not self.replicas.rank and (command, {}) not in asked: asked.append((command, {}))
 
 # %% ../../nbs/train/10_trainer.ipynb #6deb207e
 @patch
