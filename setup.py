@@ -60,7 +60,9 @@ setup(
     license=licences[cfg["license"]], license_files=["LICENSE"], classifiers=classifiers(),
     long_description=(here / "README.md").read_text(encoding="utf-8"), long_description_content_type="text/markdown",
     python_requires=">=" + cfg["min_python"], install_requires=words("requirements"), extras_require=extras(),
-    packages=find_packages(include=[lib, lib + ".*"]), package_data={lib + ".widgets": ["static/*"]}, zip_safe=False,
+    packages=find_packages(include=[lib, lib + ".*"]),
+    package_data={lib + ".widgets": ["static/*"], lib + ".deploy": ["templates/*"]},
+    zip_safe=False,
     entry_points={"console_scripts": words("console_scripts"), "nbdev": [f"{cfg['lib_name']}={lib}._modidx:d"]},
     cmdclass={"build_py": BuildWithTutorials, "sdist": SourceWithSettings},
 )

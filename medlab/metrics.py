@@ -11,7 +11,6 @@ import warnings
 
 import numpy as np
 import torch
-from monai.metrics import compute_dice, compute_hausdorff_distance, compute_surface_dice
 from skimage.metrics import structural_similarity
 
 from .core import UserError
@@ -141,6 +140,7 @@ warnings.filterwarnings("ignore", r"monai\.metrics\.utils get_mask_edges:always_
 
 def _class_scores(made, true, spacing, tolerance):
     "The three numbers of two masks."
+    from monai.metrics import compute_dice, compute_hausdorff_distance, compute_surface_dice
     if not (made.any() or true.any()): return dict(dice=None, hd95_mm=None, surface_dice=None)
     if not (made.any() and true.any()): return dict(dice=0.0, hd95_mm=math.inf, surface_dice=0.0)
     box = tuple(slice(max(0, int(i.min()) - 1), int(i.max()) + 2) for i in (made | true).nonzero())

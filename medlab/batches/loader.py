@@ -297,20 +297,21 @@ def _prepared(self:BatchLoader, samples, iteration, i):
 # %% ../../nbs/batches/05_loader.ipynb #0ae1be74
 @patch
 def _numbered(self:BatchLoader, samples, iteration, i):
-    "A prepared micro-batch; with its number where other ranks have others of the step."
-    made = self._prepared(samples, iteration, i)
-    return made if self.ranks == 1 else replace(Batch.of(made), number=i)
+    "A prepared micro-batch with its number in the step, of which others may be another rank's, or left out."
+    return replace(Batch.of(self._prepared(samples, iteration, i)), number=i)
 
 
 @patch
 def check_ranks(self:BatchLoader,
     steps:int,  # micro-batches of a step on all ranks
+    ranks:int=None,  # that are to train; None: those that do
 ):
     "Raise `UserError` where there are fewer of them than ranks."
-    if steps >= self.ranks: return
-    raise UserError(f"gradient_accumulation_steps={steps} must be at least {self.ranks}, the number of ranks, which "
-        f"divide the micro-batches of a step among them; take gradient_accumulation_steps={self.ranks} (with a "
-        f"batch_size of {max(1, self.recipe.batch_size // self.ranks)} a step has about as many samples as it would in "
+    ranks = ranks or self.ranks
+    if steps >= ranks: return
+    raise UserError(f"gradient_accumulation_steps={steps} must be at least {ranks}, the number of ranks, which "
+        f"divide the micro-batches of a step among them; take gradient_accumulation_steps={ranks} (with a "
+        f"batch_size of {max(1, self.recipe.batch_size // ranks)} a step has about as many samples as it would in "
         "one process)")
 
 # %% ../../nbs/batches/05_loader.ipynb #324d16dc

@@ -30,7 +30,9 @@ WORDS = dict(  # command → (what its words are, its options)
     notebook=(("run", "out"), ("--overwrite", "--recipe")),
     runs=(("folder",), ()), demo=(("folder",), ("--steps", "--image", "--threads")), lab=(("folder",), ()),
     selftest=(("folder",), ("--minutes", "--device", "--json")),
-    cache=((), ("--clear",)))
+    cache=((), ("--clear",)),
+    deploy=(("kind", "folder"), ("--gpus", "--nodes", "--name", "--time", "--memory", "--cpus", "--partition",
+        "--account", "--python", "--image", "--claim", "--data-claim", "--namespace", "--shm", *TRAIN)))
 FLAGS = ("--best", "--clear", "--overwrite", "--debug", "--use-wandb", "--tokens", "--student", "--replay",
     "--combined", "--no-scores", "--pause")  # bare
 CHOICES = {"--form": ("safetensors", "program", "bundle"), "--weights": ("auto", "ema", "raw"),

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'COMMANDS', 'resumed_run', 'option_word', 'trained_recipe', 'from_mirror', 'Job', 'free_name', 'new_job',
            'resumed_job', 'loggers_of', 'save_late', 'train', 'parsed', 'cpu_threads', 'Interrupted', 'predict',
-           'evaluate', 'embed', 'probe', 'export', 'fork', 'prove', 'forecast', 'one_folder', 'runs', 'compare',
-           'notebook', 'check', 'lab', 'demo', 'selftest', 'cache', 'usage', 'WarningLines', 'main']
+           'evaluate', 'embed', 'probe', 'export', 'fork', 'prove', 'forecast', 'deploy', 'one_folder', 'runs',
+           'compare', 'notebook', 'check', 'lab', 'demo', 'selftest', 'cache', 'usage', 'WarningLines', 'main']
 
 # %% ../../nbs/cli/08_main.ipynb #d313b561
 import contextlib
@@ -606,16 +606,22 @@ def prove(
     return prove_in_words(parsed(p, argv), _named(argv))
 
 # %% ../../nbs/cli/08_main.ipynb #5b40a88c
+def _own_words(names, argv):
+    "(name → what was typed, of the options that a command has beside those of train; the words without them)"
+    words = {}
+    for name in names:
+        for spelling in dict.fromkeys(("--" + name.replace("_", "-"), "--" + name)):
+            value, argv = option_word(argv, spelling)
+            if value is not None: words[name] = value
+    return words, argv
+
+
 def forecast(
     argv,  # RECIPE and options
 ) -> int:  # exit status
     "Say whether training would fit into memory, on each rank, before it is begun: forecast RECIPE --memory 80GB."
     from medlab.cli.forecast import OWN, USAGE, forecast_in_words
-    words = {}
-    for name in OWN:
-        for spelling in dict.fromkeys(("--" + name.replace("_", "-"), "--" + name)):
-            value, argv = option_word(argv, spelling)
-            if value is not None: words[name] = value
+    words, argv = _own_words(OWN, argv)
     named = bool(argv) and not argv[0].startswith("-")
     name, argv = (argv[0], argv[1:]) if named else option_word(argv, "--recipe")
     if name is None and {"-h", "--help"} & {*argv}: print_text(USAGE); return 0
@@ -624,6 +630,28 @@ def forecast(
         raise UserError("forecast looks at a new run, not at one that goes on; of that trainer.forecast() tells")
     fields, knobs, rest = options(recipe_class(name), argv)
     print_text(forecast_in_words(new_job(recipe_class(name), fields, rest).recipe, words, rest.get("device"), **knobs))
+    return 0
+
+# %% ../../nbs/cli/08_main.ipynb #589b28b8
+def deploy(
+    argv,  # KIND, DIR and options
+) -> int:  # exit status
+    "Write a job that begins a run or goes on with it: deploy slurm|kubernetes|docker DIR --recipe RECIPE."
+    from medlab.cli.deploy import OWN, USAGE, deploy_job
+    if {"-h", "--help"} & {*argv}: print_text(USAGE); return 0
+    if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
+        raise UserError("which cluster, and which folder? medlab deploy slurm|kubernetes|docker DIR --recipe RECIPE; "
+            "medlab deploy --help says more")
+    kind, folder, *argv = argv
+    words, argv = _own_words(OWN, argv)
+    name, argv = option_word(argv, "--recipe")
+    if name is None and resumed_run(argv) is None:
+        raise UserError("what is to be trained? --recipe RECIPE for a new run, --resume RUN for one that is there")
+    cls, stored = trained_recipe(name, argv)
+    fields, knobs, rest = options(cls, argv)
+    job = resumed_job(stored, fields, rest) if stored else new_job(cls, fields, rest)
+    files = deploy_job(kind, folder, words, job, rest, **knobs)
+    print_text(f"{folder}: {', '.join(files)}; nothing is submitted: {Path(folder) / 'NEXT.md'} says what comes next")
     return 0
 
 # %% ../../nbs/cli/08_main.ipynb #4c1b9486
@@ -816,7 +844,7 @@ def cache(argv) -> int:
 # %% ../../nbs/cli/08_main.ipynb #8a6ffb76
 COMMANDS = dict(train=train, predict=predict, evaluate=evaluate, embed=embed, probe=probe, export=export, fork=fork,
     prove=prove, forecast=forecast, runs=runs, compare=compare, notebook=notebook, check=check, cache=cache,
-    demo=demo, lab=lab, selftest=selftest)
+    demo=demo, lab=lab, selftest=selftest, deploy=deploy)
 
 
 def usage() -> str:

@@ -37,7 +37,8 @@ def start_ranks(
 ) -> int:  # exit status
     "Train in several processes of this machine."
     if not (rest.get("run") or rest["resume"]): argv = [*argv, "--run", str(run)]
-    status = launch(["train", *([name] if name else []), *argv], rest["processes"], rest["restarts"] or 0)
+    words = ["-m", "medlab", "train", *([name] if name else []), *argv]
+    status = launch(words, rest["processes"], rest["restarts"] or 0)
     return 130 if not status and Run(run).state != "done" else status
 
 # %% ../../nbs/cli/14_ranks.ipynb #40440628

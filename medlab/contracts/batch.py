@@ -125,16 +125,22 @@ def split(self:StepBatch,
     most:int=None,  # samples of a micro-batch, at most; None: as they are
 ) -> StepBatch:
     "The same samples in the same order, in micro-batches of at most `most`."
-    if most is None or all(m.size <= most for m in self.micro_batches): return self
+    if most is None or most >= max(self.largest, self._full()): return self
     return replace(self, micro_batches=tuple(p for m in self.micro_batches for p in self._parts(m, most)))
 
 
 @patch
+def _full(self:StepBatch):
+    "Samples of a micro-batch of which none was left out; 0: unknown."
+    return -(-self.expected // self.total) if self.total else 0
+
+
+@patch
 def _parts(self:StepBatch, m, most):
-    "A micro-batch in parts, numbered as if every micro-batch of the step had as many."
+    "A micro-batch in parts, numbered as if none of the step had lost a sample, here or on another replica."
     parts = m.split(most)
     if m.number is None: return parts
-    first = m.number * -(-self.expected // self.total // most)
+    first = m.number * -(-self._full() // most)
     return [replace(p, number=first + k) for k, p in enumerate(parts)]
 
 # %% ../../nbs/contracts/00_batch.ipynb #00cede4f

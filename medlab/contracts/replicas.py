@@ -35,9 +35,11 @@ class Agreement:
     code:int  # the worst
     rank:int  # the first that said it
     samples:int  # of all
-    loss:float  # the sum over them
     detached:bool  # whether a loss somewhere does not depend on the model
     why:str = ""  # of a `STOP`: what the rank said of it
+    terms:tuple = ()  # names of loss terms that any of them has
+    missing:tuple = ()  # indices of parameters that have a gradient on none of them
+    read:bool = False  # whether all read now what waits on the device, as rank 0 says
 
 # %% ../../nbs/contracts/04_replicas.ipynb #20d700da
 @runtime_checkable
@@ -49,14 +51,20 @@ class Replicas(Protocol):
     asks:object  # function that tells whether this one has something to `share`
     asked:bool  # whether any had, when they agreed last
 
-    def agree(self, code:int=FINE, samples:int=0, loss:float=0.0, detached:bool=False, why:str="") -> Agreement:
-        "Tell all how it went here, and hear how it went there; `why` goes with a `STOP`."
+    def prepare(self, params):
+        "Get ready to add up the gradients of a list of parameters, the same on every replica; before each step."
 
-    def sum_gradients(self, params, factor:float):
-        "Replace the gradients by their sum over the replicas, this one's times `factor`."
+    def arm(self):
+        "The next backward pass is the last one of the step: what it has finished may be sent at once."
 
-    def common(self, items) -> list:
-        "Those items that every replica has, in the order of this one."
+    def agree(self, code:int=FINE, samples:int=0, detached:bool=False, why:str="", terms=(), read=False) -> Agreement:
+        "Tell all how it went here, and hear how it went there; `why` goes with a `STOP`. Gradients are sent before."
+
+    def take_gradients(self, agreement:Agreement):
+        "Replace the gradients by their sums over the replicas."
+
+    def sum(self, values):
+        "The sum of a tensor over the replicas, in its place."
 
     def share(self, item) -> list:
         "What every replica gives, by rank."

@@ -108,7 +108,7 @@ def due(self:Mailbox,
     if not self.waiting: return []
     with self.lock:
         now = [c for c in self.waiting if c.at is None or c.at <= iteration]
-        self.waiting = [c for c in self.waiting if not (c.at is None or c.at <= iteration)]
+        self.waiting[:] = [c for c in self.waiting if not (c.at is None or c.at <= iteration)]
     return now
 
 # %% ../../nbs/knobs/04_mailbox.ipynb #29330282
@@ -138,4 +138,4 @@ def collect(self:Mailbox,
 ):
     "Bring in what other processes asked for."
     for request in self.log.foreign_changes(db): self._enqueue(*request)
-    self.commands += self.log.foreign_commands(db, COMMANDS)
+    self.commands.extend(self.log.foreign_commands(db, COMMANDS))

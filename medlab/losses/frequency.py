@@ -7,7 +7,6 @@ __all__ = ['NORMS', 'l1', 'charbonnier', 'ssim_loss', 'fft_loss', 'amplitude_pha
 
 # %% ../../nbs/losses/01_frequency.ipynb #8a74edb1
 import torch
-from monai.losses import SSIMLoss
 from torch import Tensor
 
 from ..core import UnknownName, UserError
@@ -59,6 +58,7 @@ def ssim_loss(
     win_size:int=11,  # side of the window in voxels, odd; no axis may be shorter
 ) -> Tensor:  # (b,), FP32, 0 (equal) … 2
     "1 − structural similarity (Wang et al. 2004, eq. 13) by MONAI; raises UserError for a bad range or window."
+    from monai.losses import SSIMLoss
     prediction, target = _pair(prediction, target)
     n, least = prediction.ndim - 2, min(prediction.shape[2:])
     if not 0 < data_range < float("inf"):

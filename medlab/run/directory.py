@@ -29,7 +29,7 @@ from .chunks import STATUS, last_steps, metric_names
 from .older_names import current_meta
 from .records import read_checkpoints, read_environment, read_environments, read_events, read_meta
 from .records import read_segments, void_after
-from .requests import read_changes, request_change, request_command
+from .requests import asked_to_stop, read_changes, request_change, request_command
 from .series import read_series
 from .sharing import is_live, open_readonly, read_transaction
 from .store import EVENT, Store
@@ -314,6 +314,12 @@ def command(self:Run,
     of it is among the events. Raises `UnknownName` for another command."""
     if name not in COMMANDS: raise UnknownName("command", name, COMMANDS)
     return self._ask(request_command, name, source, data)
+
+# %% ../../nbs/run/07_directory.ipynb #c1f0b7d2
+@patch(as_prop=True)
+def stopped_by_request(self:Run) -> bool:
+    "Whether training stopped because somebody asked for it through the run, not by a signal or at its end."
+    return self.state == "stopped" and self._ask(asked_to_stop)
 
 # %% ../../nbs/run/07_directory.ipynb #9cfede52
 def run_or_fault(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ASKED', 'FATE', 'ChangeRecord', 'read_changes', 'change_states', 'copy_changes', 'request_change', 'request_command',
-           'Known', 'RequestLog']
+           'asked_to_stop', 'Known', 'RequestLog']
 
 # %% ../../nbs/run/05_requests.ipynb #1fa8a4e9
 import json
@@ -115,6 +115,15 @@ def request_command(
     return db.execute("INSERT INTO commands(time, source, name, state, data) VALUES(?,?,?,'pending',?)",
         (time.time(), source, name, json.dumps(data))).lastrowid
 
+# %% ../../nbs/run/05_requests.ipynb #5e0a71c4
+def asked_to_stop(
+    db:sqlite3.Connection,  # a run's database
+) -> bool:
+    "Whether somebody asked for a stop, and the trainer obeyed, since training last began."
+    began, = db.execute("SELECT coalesce(max(time), 0) FROM segments").fetchone()
+    rows = db.execute("SELECT 1 FROM commands WHERE name='stop' AND state='taken' AND time > ?", (began,))
+    return rows.fetchone() is not None
+
 # %% ../../nbs/run/05_requests.ipynb #017f4034
 @dataclass
 class Known:
@@ -142,8 +151,9 @@ def add(self:RequestLog,
     at:int=None,  # iteration before which it is to be applied; None: the next one
 ):  # future of the row's id
     "Write a change that is asked for."
-    row = self.store.write(ASKED, time.time(), source, json.dumps(requested), at)
-    row.add_done_callback(lambda f: f.exception() or self.own.add(f.result()))
+    with self.lock:  # who looks for others' rows meanwhile waits until this one is known
+        row = self.store.write(ASKED, time.time(), source, json.dumps(requested), at)
+        row.add_done_callback(lambda f: f.exception() or self.own.add(f.result()))
     return row
 
 # %% ../../nbs/run/05_requests.ipynb #4b8e58ac

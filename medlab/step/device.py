@@ -30,6 +30,7 @@ class DeviceDecisions:
         self.scalers = [step.scaler, self.unit]
         self.pending, self.ready = [], []  # transactions whose values are on the device; results
         self.read, self.patience = time.monotonic(), PATIENCE  # when values were read last; s
+        self.late = None  # whether the replicas agreed that it is time to read; None: this process trains alone
         self.table = None  # values by optimizer step
         self.offset = None  # steps taken since the table was made, on the device
         self.bad = []  # of this step, for each micro-batch: names of its samples, mask of non-finite losses
@@ -75,6 +76,25 @@ def sees_nonfinite(self:DeviceDecisions, batch, out, sums):
     "Never: to see is to wait. What is not finite is marked for later."
     if self.step.knobs.now.check_loss: self.bad.append((batch.names, ~torch.isfinite(out["loss"].detach())))
     return False
+
+# %% ../../nbs/step/06_device.ipynb #bcdd8978
+@patch
+def summed(self:DeviceDecisions, sums):
+    "Sums of losses over all replicas, on the device."
+    own = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=self.device) for v in sums])
+    return self.step.replicas.sum(own).unbind()
+
+
+@patch
+def overdue(self:DeviceDecisions) -> bool:
+    "Whether it is time to read what waits on the device, though the logging interval is not full."
+    return time.monotonic() - self.read >= self.patience
+
+
+@patch
+def told(self:DeviceDecisions, read):
+    "The replicas agreed on whether all of them read after this step."
+    self.late = read
 
 # %% ../../nbs/step/06_device.ipynb #d99a6562
 @patch
@@ -156,8 +176,9 @@ def book(self:DeviceDecisions, t):
 @patch
 def settle(self:DeviceDecisions, force=False):
     "The results since the last call, read in one transfer when a logging interval is full."
-    full = len(self.pending) >= self.step.knobs.now.log_every or time.monotonic() - self.read >= self.patience
-    if self.pending and (force or full): self.settle_all()
+    full = len(self.pending) >= self.step.knobs.now.log_every
+    late = self.overdue() if self.late is None else self.late
+    if self.pending and (force or full or late): self.settle_all()
     ready, self.ready = self.ready, []
     return ready
 
@@ -210,12 +231,10 @@ def _note(self:DeviceDecisions, t, cases):
 # %% ../../nbs/step/06_device.ipynb #e8280b42
 def decisions_for(
     optimizer:torch.optim.Optimizer,
-    replicas=None,  # `Replicas`; None: this process trains alone
 ) -> type:  # `HostDecisions` or `DeviceDecisions`
     "The strategy that fits an optimizer."
     fused = lambda g: g.get("fused") and torch.is_tensor(g["lr"]) and g["params"][0].device.type != "cpu"
-    alone = replicas is None or replicas.size == 1
-    return DeviceDecisions if alone and all(fused(g) for g in optimizer.param_groups) else HostDecisions
+    return DeviceDecisions if all(fused(g) for g in optimizer.param_groups) else HostDecisions
 
 # %% ../../nbs/step/06_device.ipynb #73bf8300
 def log_every_on(

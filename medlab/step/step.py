@@ -109,11 +109,13 @@ def __call__(self:Step,
     self.transaction = t
     if self.buffers.slots: self.buffers.save()
     if self.system.frozen or self.system.averages: self.system.check()
-    expected = batch.expected or batch.size if self.replicas.size > 1 else batch.size
-    if expected or self.replicas.size > 1: self.decisions.set_lr(t)
-    for i, micro in enumerate(batch.micro_batches): t.samples += self._micro(t, i, micro, expected)
+    many, last = self.replicas.size > 1, len(batch.micro_batches) - 1
+    self.replicas.prepare(self.params)
+    expected = batch.expected or batch.size if many else batch.size
+    if expected or many: self.decisions.set_lr(t)
+    for i, micro in enumerate(batch.micro_batches): t.samples += self._micro(t, i, micro, expected, i == last)
     self.meanwhile()
-    if self.replicas.size > 1: expected = self._agree(t, expected)
+    if many: self._agree(t)
     if t.samples and not self.audited: self._audit(t)
     start = time.perf_counter()
     if not t.samples: self._skip_empty(t)
@@ -157,7 +159,7 @@ def losses_of(self:Step, t, i, batch) -> dict:
 
 # %% ../../nbs/step/05_step.ipynb #829f715d
 @patch
-def _micro(self:Step, t, i, batch, expected):
+def _micro(self:Step, t, i, batch, expected, last):
     "Forward and backward pass of a micro-batch; how many samples count."
     t.phase, start = "forward", time.perf_counter()
     if i and self.micro_buffers.slots: self.micro_buffers.save()
@@ -167,6 +169,7 @@ def _micro(self:Step, t, i, batch, expected):
     if self.decisions.sees_nonfinite(batch, out, sums): batch, out, sums = self.dropping.nonfinite(t, i, batch, out)
     if not out: return 0
     t.phase, middle = "backward", time.perf_counter()
+    if last: self.replicas.arm()
     self._backward(t, out["loss"], expected)
     t.sums = sums if t.sums is None else t.sums | {k: t.sums.get(k, 0.0) + v for k, v in sums.items()}
     t.forward_time += middle - start
@@ -353,17 +356,18 @@ def set_decay(self:Step, t, taken):
 
 # %% ../../nbs/step/05_step.ipynb #8cc61140
 @patch
-def _agree(self:Step, t, expected):
-    "Agree with the other replicas; the samples of all of them. Raises `PeerFault` where one cannot finish the step."
+def _agree(self:Step, t):
+    "Agree with the other replicas, and take their sums. Raises `PeerFault` where one cannot finish the step."
     samples = t.samples
     if samples and not self.seen_buffers: self._refuse_statistics()
     detached = t.detached or bool(samples) and all(p.grad is None for p in self.params)
-    met = self.replicas.agree(FINE, samples, t.sums["loss"] if samples else 0.0, detached)
+    met = self.replicas.agree(FINE, samples, detached, terms=t.sums or (), read=self.decisions.overdue())
     if met.code: raise PeerFault(met.code, met.rank, met.why)
-    if met.samples: self.replicas.sum_gradients(self.params, expected / met.samples)
-    own = {k: v * met.samples / samples for k, v in t.sums.items() if k != "loss"} if samples else {}
-    t.sums, t.samples, t.detached = {"loss": met.loss, **own}, met.samples, met.detached
-    return met.samples
+    self.decisions.told(met.read)
+    t.samples, t.detached = met.samples, met.detached
+    if not met.samples: return
+    self.replicas.take_gradients(met)
+    t.sums = dict(zip(met.terms, self.decisions.summed([(t.sums or {}).get(k, 0.0) for k in met.terms])))
 
 # %% ../../nbs/step/05_step.ipynb #20b3e520
 @patch
@@ -415,6 +419,22 @@ def sums(self:HostDecisions, out):
 def sees_nonfinite(self:HostDecisions, batch, out, sums):
     "Whether samples must leave the batch."
     return self.step.knobs.now.check_loss and not math.isfinite(sums["loss"])
+
+# %% ../../nbs/step/05_step.ipynb #3eeb6b09
+@patch
+def summed(self:HostDecisions, sums):
+    "Sums of losses over all replicas, as floats."
+    return self.step.replicas.sum(torch.tensor(sums, dtype=torch.float64, device=self.step.replicas.device)).tolist()
+
+
+@patch
+def overdue(self:HostDecisions) -> bool:
+    "Whether it is time to read what waits on the device; here nothing does."
+    return False
+
+
+@patch
+def told(self:HostDecisions, read): "Rank 0 says that all read now; here nothing waits."
 
 # %% ../../nbs/step/05_step.ipynb #b4cbe95f
 def scaled_step(

@@ -6,22 +6,32 @@
 __all__ = ['work']
 
 # %% ../../nbs/train/11_child.ipynb #15fb7ada
+import json
 import traceback
 
 from ..guards.zero_gradient import FOREVER
-from .process import leave_word
+from ..parallel.launch import end_rank, joined, launch, rank_here
+from .process import COMMAND, leave_word
 from .state import recipe_of
 from .trainer import Trainer
 
 # %% ../../nbs/train/11_child.ipynb #534b005b
 def work(
-    path:str, until:int, device:str, threads:int, trust=(), mirror=None,  # see `start_process`
+    path:str, until:int, device:str, threads:int, trust=(), processes:int=1, mirror:str=None,  # see `start_process`
 ) -> int:  # exit status: 0, or 1 where it could not begin
-    "Open the run and train."
+    "Open the run and train, or start the ranks that do."
+    job = dict(path=path, until=until, device=device, threads=threads, trust=trust, mirror=mirror)
+    if processes > 1: return launch(["-c", COMMAND.format(__name__), json.dumps(job)], processes)
+    with joined(device) as own: status = _train(path, until, own, threads, trust, mirror)
+    return end_rank(status)
+
+
+def _train(path, until, device, threads, trust, mirror):
+    "Open the run and train; the exit status."
     try: trainer = Trainer(recipe_of(path, trust), path, True, device, threads, mirror=mirror)
     except Exception as e:
         traceback.print_exception(e)
-        leave_word(path, e, "".join(traceback.format_exception(e)))
+        if not rank_here(): leave_word(path, e, "".join(traceback.format_exception(e)))
         return 1
     with trainer: trainer.fit(until=until or FOREVER, progress="lines")
     return 0

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..core import UserError
+from ..core import UserError, command_words
 from ..mirror.mirror import mirror_of
+from ..parallel.launch import parent_here
 from ..parallel.replicas import OneProcess
 from ..run.writer import RunWriter
 
@@ -58,6 +59,7 @@ class Together:
         self.known = deque(maxlen=MANY)  # (iteration, kind, text)
         self.told = set()  # what is left out, as all ranks know
         mailbox.shared, replicas.asks, writer.outbox = True, self.asks, []
+        self.launcher = parent_here()  # its process id; None: there is none, or it is known to be gone
         self.begin()
 
 # %% ../../nbs/train/14_ranks.ipynb #3fa5f29d
@@ -77,10 +79,22 @@ def left_out(self:Together) -> set:  # (name of the tracker, key, reason)
 @patch
 def asks(self:Together) -> bool:
     "Whether there is something to tell."
+    self.look()
     w, m, first = self.worker, self.mailbox, self.replicas.rank == 0
     own = first and bool(m.commands or w.pausing.is_set() != self.pausing)
     news = not first and any(map(is_news, self.writer.outbox)) or self.left_out() - self.told
     return bool(own or m.proposed or news) or w.stopping.is_set() and not self.stopping
+
+# %% ../../nbs/train/14_ranks.ipynb #9fed752d
+@patch
+def look(self:Together):
+    "Ask for a stop where the launcher is gone."
+    if self.launcher in (None, parent_here()): return
+    self.launcher = None
+    self.worker.stop()
+    self.writer.event("launcher", "its launcher ended, and with it whoever would start the ranks anew: training stops, "
+        f"and is saved. It goes on with: {command_words('medlab', 'train', '--resume', self.writer.path)} --processes "
+        f"{self.replicas.size}", "warning")
 
 # %% ../../nbs/train/14_ranks.ipynb #32529317
 ALONE = "quarantine", "drop", "bad_sample", "worker", "source"  # kinds of event that are told whatever their level
@@ -118,8 +132,10 @@ def meet(self:Together,
 ):
     "Tell the other ranks, and hear them. Raises `RunFailed` where one of them is gone."
     if not (force or self.replicas.asked): return
+    self.look()
     m, left = self.mailbox, self.left_out()
-    commands, m.commands = m.commands, []
+    commands = m.commands[:]
+    del m.commands[:len(commands)]  # in place, for the store's thread may be adding to it
     said = dict(stop=self.worker.stopping.is_set(), pause=self.worker.pausing.is_set(), commands=commands,
         changes=[(c.source, c.at, c.requested) for c in m.proposed], out=left - self.told, news=self._take())
     heard = self.replicas.share(said)

@@ -290,7 +290,7 @@ def _make_step(self:Trainer, seed=None):
     self.schedule, replicas = LRSchedule(self.knobs), self.replicas
     self.step = Step(self.system, self.optimizer, self.recipe.bind_losses(self.system), self.knobs, self.schedule,
         self.recipe.seed if seed is None else seed, self.device, replicas=replicas,
-        decisions=decisions_for(self.optimizer, replicas))
+        decisions=decisions_for(self.optimizer))
     self.manager = MemoryManager(self.device, log=lambda text: self._report("memory", f"step {self.iteration}: {text}"))
     self.retry = OOMRetry(self.step, self.memory, self.knobs, self._resize, self._report, self.recipe.batch_size,
         self.manager.above_target, self.batches.spare)
@@ -321,7 +321,7 @@ def _make_controls(self:Trainer):
 @patch
 def _implement(self:Trainer, value, source):
     set_implementation(self.optimizer, value)
-    self.step.decide(decisions_for(self.optimizer, self.replicas))
+    self.step.decide(decisions_for(self.optimizer))
 
 # %% ../../nbs/train/10_trainer.ipynb #615837a2
 @patch
@@ -369,9 +369,7 @@ def _ranks(self:Trainer):
 # %% ../../nbs/train/10_trainer.ipynb #fd56cc4d
 @patch
 def _recover(self:Trainer, iteration, torn):
-    kept = self.saver.kept
-    newest = kept[-1] if kept and self.replicas.size > 1 else None
-    recover(iteration, torn, kept, self.knobs.now.oom_retries, self._report, lambda: self.saver.restore(newest))
+    recover(iteration, torn, self.saver.kept, self.knobs.now.oom_retries, self._report, self.saver.restore)
 
 # %% ../../nbs/train/10_trainer.ipynb #d270334a
 @patch(cls_method=True)
@@ -443,11 +441,13 @@ def start(self:Trainer,
     steps:int=None, until:int=None,  # as in `fit`; neither: until `stop`
     # in a process of its own, which outlives this one; this trainer is closed, and what is returned is the `Run`
     process:bool=False,
+    processes:int=1,  # the same with several ranks, a process each; 1: as `process` says
 ):
     """Train in a worker thread; returns at once. Warnings and errors are printed, but not in a notebook, where the lab
     shows them. Raises `UserError` where a process could not build the recipe."""
     forever = steps is None and until is None
-    if process: return self._hand_over(None if forever else last_step(self.iteration, steps, until))
+    if process or processes != 1:
+        return self._hand_over(None if forever else last_step(self.iteration, steps, until), processes)
     self._claim(steps, FOREVER if forever else until)
     levels = () if "ipykernel" in sys.modules else LEVELS
     start_worker(self.worker, lambda: self._train_here(False, levels))
@@ -455,17 +455,21 @@ def start(self:Trainer,
 
 # %% ../../nbs/train/10_trainer.ipynb #218e151f
 @patch
-def _hand_over(self:Trainer, until):
+def _hand_over(self:Trainer, until, processes):
     """Save, let go of the run directory, and go on in another process; raises `UserError` before anything is closed
     where that is not possible."""
     if self.worker.busy.locked(): raise UserError("training runs already; stop() it first, or wait()")
     if self.replicas.size > 1: raise UserError("ranks are processes of their own already: start() without process=True")
+    if not isinstance(processes, int) or processes < 1:
+        raise UserError(f"processes={processes!r} must be an integer ≥ 1")
+    self.batches.check_ranks(self.knobs.gradient_accumulation_steps, processes)
     trust = movable(self.recipe, self.path, self.writer.loggers.loggers)
     self.save()
     self.close()
     self._let_go()
     self.handed_over = True
-    start_process(self.path, until, str(self.device), self.threads, trust, self.mirror and self.mirror.url)
+    device, mirror = self.device.type if processes > 1 else str(self.device), self.mirror and self.mirror.url
+    start_process(self.path, until, device, max(1, self.threads // processes), trust, processes, mirror)
     return Run(self.path)
 
 # %% ../../nbs/train/10_trainer.ipynb #b58d1f46
@@ -599,6 +603,7 @@ def _begin_alike(self:Trainer):
     "Raise `UserError` on all ranks where one begins with other weights, knobs or steps."
     own = dict(step=self.iteration, until=self.progress.target, seed=self.recipe.seed, **self.knobs.values())
     refuse_apart(self.replicas, own | dict(weights=digest(self.model.state_dict().values())[:12]))
+    self.replicas.prepare(self.step.params)
 
 # %% ../../nbs/train/10_trainer.ipynb #4dc862d1
 @patch
@@ -617,19 +622,20 @@ def _catch_up(self:Trainer):
 def _upkeep(self:Trainer):
     "After a step: validate and save where that is due."
     try:
-        if self.validation.due(self.iteration): self._ask_to_validate()
+        if self.validation.due(self.iteration): self._when_all("validate", self.knobs.now.val_every_steps)
     except KeyboardInterrupt as e:
         e.whole = True  # between two steps the weights can be saved
         raise
     if self.saver.due(): self.saver.save_once()
+    elif self.saver.late: self._when_all("save")
 
 # %% ../../nbs/train/10_trainer.ipynb #806c0dd8
 @patch
-def _ask_to_validate(self:Trainer):
-    "Validate now; where rank 0 alone has a clock that says so, all ranks do it after the next step."
-    if self.replicas.size == 1 or self.knobs.now.val_every_steps: return self._validate()
-    asked = ("validate", {})
-    if asked not in self.mailbox.commands: self.mailbox.commands.append(asked)
+def _when_all(self:Trainer, command, known=False):
+    "Do it now where all ranks know that it is due; where rank 0's clock says so, before the next step but one."
+    if self.replicas.size == 1 or known: return self.loop.between.commands[command]()
+    asked = self.mailbox.commands
+    if not self.replicas.rank and (command, {}) not in asked: asked.append((command, {}))
 
 # %% ../../nbs/train/10_trainer.ipynb #6deb207e
 @patch

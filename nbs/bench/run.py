@@ -4,6 +4,7 @@
     python nbs/bench/run.py edt first_light    these
     python nbs/bench/run.py --minutes 20       no longer than that
     python nbs/bench/run.py --list             what there is, how long it took, and what has changed since
+    python nbs/bench/run.py --list edt         of this one all that has changed
     python nbs/bench/run.py --mark             let tables without a stamp say that they were never measured under one
 
 Each notebook runs in a kernel of its own, in its folder, one after the other: what they measure is time. At the end
@@ -15,6 +16,7 @@ fit, or that is still running when the time is over keeps its tables. What it ha
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -32,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stamp  # noqa: E402
 
 ROOT, MINUTES = Path(__file__).resolve().parents[2], 90.0
+WIDTH = 120  # characters of a line
 # scores and skips, with one thread each
 UNTIMED = {"do_boundary_losses_help", "first_light", "is_it_learning_or_collapsing", "sampling", "segmentation",
     "the_restart_that_was_a_unit", "why_the_scaler_dies"}
@@ -187,21 +190,39 @@ def choose(root, names):
 
 
 def state(path, code):
-    "A few words on a notebook's tables."
+    "(commit, what has changed since) of a notebook's tables; (None, []) where they have no stamp."
     nb = stamp.load(path)
-    if (found := stamp.changed(nb, code)) is None: return "never measured under a stamp"
-    at = f"measured at {nb['metadata'][stamp.KEY]['commit']}"
-    return at + (f"; changed since: {', '.join(found)}" if found else "; its code is unchanged")
+    found = stamp.changed(nb, code)
+    return (None, []) if found is None else (nb["metadata"][stamp.KEY]["commit"], found)
 
 
-def listing(paths, root):
+def brief(found, width):
+    "What has changed, as far as it fits into so many characters, and how much more."
+    names = [n.removeprefix("medlab.") for n in found]
+    for kept in range(len(names), 0, -1):
+        rest = f" and {len(names) - kept} more" * (kept < len(names))
+        if len(text := ", ".join(names[:kept]) + rest) <= width: return text
+    return f"{len(names)} changes" if names else "nothing"
+
+
+ROW = "{:29} {:15} {:>7}  {:9} {}"  # name, cells, time, commit, what has changed
+
+
+def row(name, path, code, width):
+    "A line on a notebook."
+    nb, took = stamp.load(path), known(path)
+    slow, cuda = len(stamp.cells(nb, "slow")), len(stamp.cells(nb, "cuda"))
+    cells = f"{slow} slow" + (f", {cuda} cuda" if cuda else "")
+    at, found = state(path, code)
+    since = brief(found, width - len(ROW.format(*[""] * 5))) if at else "?"
+    return ROW.format(name, cells, "?" if took is None else f"{took:,} s", at or "never", since)
+
+
+def listing(paths, root, width):
     "A line for each notebook, in the order in which they would run."
     code = stamp.Code(root)
-    for name in planned(paths):
-        nb, took = stamp.load(paths[name]), known(paths[name])
-        slow, cuda = len(stamp.cells(nb, "slow")), len(stamp.cells(nb, "cuda"))
-        cells = f"{slow} slow" + (f", {cuda} cuda" if cuda else "")
-        say(f"{name:28} {cells:16} {'?' if took is None else took:>6} s   {state(paths[name], code)}")
+    say(ROW.format("notebook", "cells", "took", "measured", "changed since"))
+    for name in planned(paths): say(row(name, paths[name], code, width))
 
 
 def mark(paths):
@@ -240,7 +261,7 @@ def main(argv=None):
     p.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     paths, root = choose(args.root, args.names), args.root.resolve()
-    if args.list: return listing(paths, root) or 0
+    if args.list: return listing(paths, root, math.inf if args.names else WIDTH) or 0
     if args.mark: return mark(paths) or 0
     return run_all(paths, root, args.minutes)
 

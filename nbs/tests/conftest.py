@@ -1,10 +1,26 @@
-"""Tests of trainers run twice: with decisions taken on the host, and with those of a GPU, forced on the CPU."""
+"""Tests of trainers run twice, with decisions taken on the host and with those of a GPU, forced on the CPU; and the
+files that take longest come first."""
+from pathlib import Path
+
 import pytest
 
 from medlab.step.device import DeviceDecisions
 from medlab.train import trainer
 
+HERE = Path(__file__).parent
 BOTH = "test_trainer", "test_guards", "test_lr", "test_restoration", "test_segmentation"  # modules
+
+LONG = ("process/test_launch", "browser/test_proofs", "browser/test_screen", "test_prove", "test_kill",
+    "browser/test_lab", "process/test_workers", "test_same_stream", "browser/test_fault", "test_forecast",
+    "browser/test_panel", "browser/test_curves", "test_guards", "test_own_recipe", "browser/test_kernel",
+    "browser/test_viewer", "test_trainer", "test_cli", "test_preflight", "test_culprit", "test_geometry",
+    "test_hostile", "test_codec", "process/test_outages", "test_own_data", "test_cache")  # longest first
+
+
+def pytest_collection_modifyitems(items):
+    "A long file that begins last would run alone, with the other process of tests idle."
+    place = {f"{name}.py": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.relative_to(HERE).as_posix(), len(LONG)))
 
 
 def pytest_generate_tests(metafunc):

@@ -1,5 +1,6 @@
 """Tables that were measured once: each says with what, and which of them were measured with other code is listed."""
 import importlib.util
+import math
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def test_every_kept_table_carries_a_stamp_or_says_that_it_has_none(name):
 def test_tables_of_other_code_are_listed():
     code = stamp.Code(ROOT)
     states = {name: bench.state(path, code) for name, path in REAL.items() if stamp.kept(stamp.load(path))}
-    old = [f"{name}: {text}" for name, text in states.items() if "unchanged" not in text]
+    old = [f"{name}: {bench.brief(found, 80)}" for name, (at, found) in states.items() if found or not at]
     text = "tables that do not speak of this code:\n" + "\n".join(old)
     if old: warnings.warn(text)  # a UserWarning: pytest-xdist stops at a class that it cannot import
 
@@ -149,7 +150,7 @@ def test_a_changed_module_is_listed(measured, capsys, module):
     path.write_text(path.read_text() + "\nMORE = 1\n")
     assert changed(measured) == [module]
     run(measured, "--list")
-    assert f"changed since: {module}\n" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(f" {module.removeprefix('medlab.')}\n")
 
 
 def test_what_a_table_does_not_use_changes_nothing(measured, capsys):
@@ -158,7 +159,7 @@ def test_what_a_table_does_not_use_changes_nothing(measured, capsys):
     one.write_text(one.read_text().replace("00_one.ipynb #1", "run/00_one.ipynb #2"))
     assert changed(measured) == []
     run(measured, "--list")
-    assert "its code is unchanged" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(" nothing\n")
 
 
 def test_a_module_that_went_away_and_cells_that_changed_are_listed(measured):
@@ -315,4 +316,14 @@ def test_the_commit_says_whether_the_code_is_its_own(tiny):
 def test_the_command_runs_from_anywhere(tmp_path):
     command = [sys.executable, ROOT / "nbs/bench/run.py", "--list"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == len(REAL), done.stderr
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == 1 + len(REAL), done.stderr
+    assert max(map(len, lines)) <= bench.WIDTH and lines[0].split() == ["notebook", "cells", "took", "measured", "changed", "since"]
+
+
+def test_what_changed_is_listed_as_far_as_it_fits():
+    many = ["medlab", *(f"medlab.part.room{i}" for i in range(20)), "its own cells"]
+    assert bench.brief(many, math.inf).endswith("part.room19, its own cells") and bench.brief([], 40) == "nothing"
+    assert bench.brief(many, 42) == "medlab, part.room0, part.room1 and 19 more"
+    assert bench.brief(many, 41) == "medlab, part.room0 and 20 more"
+    assert bench.brief(many[1:], 12) == "21 changes"

@@ -137,7 +137,7 @@ def accepted(command, option):
     if command in ("train", "check"):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
         return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else {"processes", "restarts", "run_dir"})
-    argv |= dict(compare=["compare"], notebook=["notebook"], prove=["prove"], forecast=["forecast"])
+    argv |= dict(compare=["compare"], notebook=["notebook"], prove=["prove"], forecast=["forecast"], deploy=["deploy"])
     if command not in argv: return False
     return f"--{option}" in help_of(*argv[command]) or command in ("predict", "evaluate") and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
 
@@ -145,13 +145,14 @@ def accepted(command, option):
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
     "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "cli/forecast.py": ("forecast",), "cli/fork.py": ("fork",), "cli/prove.py": ("prove",), "prove/plan.py": ("prove",), "prove/start.py": ("prove",),
     "cli/pace.py": ("train",), "cli/ranks.py": ("train",), "parallel/launch.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
-    "rebuild/config.py": ("notebook",), "rebuild/code.py": ("notebook",)}
+    "cli/deploy.py": ("deploy",), "deploy/checks.py": ("deploy",), "deploy/plan.py": ("deploy",), "deploy/containers.py": ("deploy",), "rebuild/config.py": ("notebook",), "rebuild/code.py": ("notebook",)}
 
 
 def printers(file, function, option, sentence):
     "The commands that print a sentence about an option."
     named = re.search(rf"medlab (\w+)[^;:]*--{option}", sentence)
     if named and named[1] in COMMANDS: return (named[1],)
+    if file == "cli/main.py" and function == "_deploy_there": return ("deploy",)
     if file == "cli/main.py" and function in COMMANDS: return (function,)
     if file == "cli/main.py": return dict(best=("evaluate", "predict"), samples=("evaluate", "predict"), csv=("evaluate",)).get(option, ("train",))
     return OF_FILE.get(file, ("train", "check"))

@@ -341,7 +341,7 @@ with Trainer(recipe, "runs/child", device="cpu", threads=1) as t: t.fit(until=10
 
 
 def test_a_process_that_outlives_the_kernel(notebook):
-    nb = notebook(f"import subprocess, sys, time\nfrom pathlib import Path\nprocess = subprocess.Popen([sys.executable, '-c', {CHILD!r}], start_new_session=True)\nwhile not Path('runs/child/run.db').exists(): time.sleep(0.1)",
+    nb = notebook(f"import subprocess, sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom waiting import seen, until\nprocess = subprocess.Popen([sys.executable, '-c', {CHILD!r}], start_new_session=True)\nuntil(lambda: seen('runs/child'), 90)",
         "from medlab.run.directory import Run\nfrom medlab.widgets.panel import Panel\npanel = Panel('runs/child')\npanel", size=(1200, 1700))
     nb.until_state("running")
     pid = int(nb.kernel("print(process.pid)"))

@@ -8,9 +8,12 @@ import time
 
 import psutil
 import pytest
+from waiting import seen
 
+from medlab.cli.main import main
 from medlab.run.checkpoint import newest_state
 from medlab.run.directory import Run
+from medlab.run.sharing import is_live
 
 pytestmark = pytest.mark.timeout(600)  # on a busy machine the ranks take a minute to start
 TRAIN = ["restoration", "--debug", "--device", "cpu", "--gradient-accumulation-steps", "2", "--save-every", "5", "--threads", "1"]
@@ -30,11 +33,6 @@ def until(true, process, seconds=240):
         assert process.poll() is None, "".join(process.communicate())[-3000:]
         time.sleep(0.1)
     return found
-
-
-def seen(path):
-    "The run, once it can be read."
-    return Run(path) if (path / "run.db").exists() else None
 
 
 def rank_process(launcher, rank):
@@ -77,13 +75,13 @@ def test_one_run_of_two_ranks_is_steered_from_outside(tmp_path):
 def test_a_rank_is_killed_and_all_go_on_from_the_checkpoint(tmp_path):
     "Twice; MEDLAB_KILLS says how often."
     kills, draw = int(os.environ.get("MEDLAB_KILLS", "2")), random.Random(0)
-    steps, path = 12 * kills + 16, tmp_path / "two"
+    steps, path = 8 * kills + 10, tmp_path / "two"
     whole = subprocess.run([*MEDLAB, "--steps", str(steps), "--run", "whole"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr[-2000:]
     made = started([*MEDLAB, "--steps", str(steps), "--run", "two", "--processes", "2", "--restarts", str(kills)], tmp_path)
     try:
         for i in range(kills):
-            until(lambda: (r := seen(path)) and r.step > 12 * i + 4, made)
+            until(lambda: (r := seen(path)) and r.step > 8 * i + 4, made)
             rank_process(made, i % 2 if kills < 3 else draw.randrange(2)).kill()
         told = made.communicate(timeout=400)
     finally: made.kill()
@@ -92,12 +90,35 @@ def test_a_rank_is_killed_and_all_go_on_from_the_checkpoint(tmp_path):
     assert len(run.events("resume")) == kills and all(e.text.startswith("going on after step") for e in run.events("resume"))
     print(kills, "kills: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
     assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
-    again = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "whole", "--steps", str(steps + 10), "--processes", "2"],
+    again = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "whole", "--steps", str(steps + 4), "--processes", "2"],
         cwd=tmp_path, env=ENV, capture_output=True, text=True)
-    alone = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", "--steps", str(steps + 10), "--device", "cpu"],
+    alone = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", "--steps", str(steps + 4), "--device", "cpu"],
         cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert again.returncode == alone.returncode == 0, again.stderr[-2000:] + alone.stderr[-2000:]
-    assert Run(tmp_path / "whole").step == steps + 10 == run.step and apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
+    assert Run(tmp_path / "whole").step == steps + 4 == run.step and apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
+
+
+def test_a_launcher_is_killed_and_the_ranks_stop_and_save(tmp_path):
+    "Once; MEDLAB_KILLS says how often."
+    kills, path = int(os.environ.get("MEDLAB_KILLS", "1")), tmp_path / "two"
+    steps = 8 * kills + 16
+    whole = subprocess.run([*MEDLAB, "--steps", str(steps), "--run", "whole"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    words = [*MEDLAB, "--run", "two"]
+    for i in range(kills):
+        made, seen_before = started([*words, "--steps", str(steps), "--processes", "2"], tmp_path), Run(path).step if i else 0
+        until(lambda: (r := seen(path)) and r.step > seen_before + 2, made)
+        acknowledged = Run(path).step
+        made.kill()
+        end = time.monotonic() + 60
+        while is_live(path): assert time.monotonic() < end, "its ranks train on"; time.sleep(0.1)
+        run = Run(path)
+        assert run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step >= acknowledged and "its launcher ended" in run.events("launcher")[-1].text
+        words = [sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two"]
+    last = subprocess.run([*words, "--steps", str(steps), "--processes", "2"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert last.returncode == 0 and Run(path).step == steps, last.stderr[-2000:]
+    print(kills, "kills of the launcher: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
+    assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
 
 
 def test_ctrl_c_stops_all_ranks_and_saves(tmp_path):
@@ -117,9 +138,18 @@ def test_what_the_ranks_cannot_do_is_said_once(tmp_path):
         cwd=tmp_path, env=ENV, capture_output=True, text=True)
     lines = [line for line in few.stderr.splitlines() if line.startswith("medlab:")]
     assert few.returncode == 2 and len(lines) == 1 and "gradient_accumulation_steps=1 must be at least 2" in lines[0], few.stderr[-3000:]
-    nameless = subprocess.run([*TORCHRUN, "--steps", "4"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
-    assert nameless.returncode and "under a launcher the run needs a name" in nameless.stderr
-    for words, why in ((["--processes", "0"], "--processes 0 must be at least 1"), (["--processes", "2", "--restarts", "-1"], "--restarts -1 must be at least 0"),
-            (["--restarts", "2"], "--restarts 2 is for several processes")):
-        bad = subprocess.run([*MEDLAB, *words, "--steps", "1", "--run", "bad"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
-        assert bad.returncode == 2 and why in bad.stderr and not (tmp_path / "bad").exists()
+
+
+def test_a_rank_without_a_name_for_its_run_is_refused(tmp_path):
+    rank = subprocess.run([*MEDLAB, "--steps", "4"], cwd=tmp_path, env=ENV | dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1"), capture_output=True, text=True)
+    assert rank.returncode == 2 and "under a launcher the run needs a name" in rank.stderr and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words,why", [
+    ("--processes 0", "--processes 0 must be at least 1"),
+    ("--processes 2 --restarts -1", "--restarts -1 must be at least 0"),
+    ("--restarts 2", "--restarts 2 is for several processes")])
+def test_numbers_of_processes_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, words, why):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *TRAIN, *words.split(), "--steps", "1", "--run", "bad"]) == 2
+    assert why in capsys.readouterr().err and not (tmp_path / "bad").exists()
