@@ -244,7 +244,9 @@ def sweep(self:Remote):
     bucket, _, prefix = self.root.partition("/")
     at = dict(Bucket=bucket, Prefix=f"{prefix}/objects/".lstrip("/"))
     for u in self._ask(self.fs.call_s3, "list_multipart_uploads", **at).get("Uploads", ()):
-        self._ask(self.fs.call_s3, "abort_multipart_upload", Bucket=bucket, Key=u["Key"], UploadId=u["UploadId"])
+        one = dict(Bucket=bucket, Key=u["Key"], UploadId=u["UploadId"])
+        with contextlib.suppress(FileNotFoundError):  # whoever made it has let go of it meanwhile
+            self._ask(self.fs.call_s3, "abort_multipart_upload", **one)
 
 # %% ../../nbs/mirror/00_places.ipynb #c0907925
 SMALL = 2**24  # bytes of a text that is read whole

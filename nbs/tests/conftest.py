@@ -11,10 +11,11 @@ HERE = Path(__file__).parent
 BOTH = "test_trainer", "test_guards", "test_lr", "test_restoration", "test_segmentation"  # modules
 
 LONG = ("process/test_launch", "browser/test_proofs", "browser/test_screen", "test_prove", "test_kill",
-    "browser/test_lab", "process/test_workers", "test_same_stream", "browser/test_fault", "test_forecast",
-    "browser/test_panel", "browser/test_curves", "test_guards", "test_own_recipe", "browser/test_kernel",
-    "browser/test_viewer", "test_trainer", "test_cli", "test_preflight", "test_culprit", "test_geometry",
-    "test_hostile", "test_codec", "process/test_outages", "test_own_data", "test_cache")  # longest first
+    "browser/test_lab", "test_deploy", "test_mirror", "process/test_workers", "test_same_stream",
+    "browser/test_fault", "test_forecast", "browser/test_panel", "browser/test_curves", "test_guards",
+    "test_own_recipe", "browser/test_kernel", "browser/test_viewer", "test_trainer", "test_cli", "test_preflight",
+    "test_culprit", "test_geometry", "test_hostile", "test_codec", "process/test_outages", "test_own_data",
+    "test_cache")  # longest first
 
 
 def pytest_collection_modifyitems(items):

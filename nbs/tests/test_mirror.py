@@ -296,6 +296,7 @@ def test_s3_that_fails_and_comes_back(s3, tmp_path, monkeypatch):
             until(lambda: t.mirror.teller.since is not None, 60)
             server.proxy.mode = "pass"
             if mode == "down": server.proxy.up()
+    monkeypatch.setattr(places, "STALL", 60.0)
     texts = told(tmp_path / "run")
     assert sum("nothing reaches the mirror" in x for _, x in texts) >= 5 and "is up to date again" in texts[-1][1], texts
     assert any(level == "error" and "training goes on, and it is tried again" in x for level, x in texts), "403 is a mistake"
@@ -331,6 +332,22 @@ def test_s3_mistakes_are_told_before_training(s3, tmp_path):
     server.proxy.mode = "403"
     with pytest.raises(UserError, match="cannot be used: .*mend that"): trainer(tmp_path / "run", url)
     assert not (tmp_path / "run").exists()
+
+
+@needs_s3
+def test_an_upload_that_goes_while_it_is_swept_up_is_no_error(s3, monkeypatch):
+    _, url = s3
+    place, bucket = place_at(url), url.split("/")[2]
+    begin = lambda: place.fs.call_s3("create_multipart_upload", Bucket=bucket, Key="run/objects/a")["UploadId"]
+    uploads, call = [begin(), begin()], place.fs.call_s3
+    def aborted_before(method, **kw):
+        if method == "abort_multipart_upload" and kw["UploadId"] == uploads[0]: call(method, **kw)
+        return call(method, **kw)
+    monkeypatch.setattr(place.fs, "call_s3", aborted_before)
+    with pytest.raises(FileNotFoundError): aborted_before("abort_multipart_upload", Bucket=bucket, Key="run/objects/a", UploadId=uploads[0])
+    uploads[0] = begin()
+    place.sweep()
+    assert "Uploads" not in call("list_multipart_uploads", Bucket=bucket)
 
 
 @needs_s3
