@@ -62,6 +62,20 @@ def make_cases(root, n, seed=0, size=12):
     return bad
 
 
+def labelled(root, n=10, **special):
+    "Cases with one organ; of some the mask is changed, the image as it was."
+    (root / "images").mkdir(parents=True); (root / "labels").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(n):
+        image, mask = np.zeros((20, 20, 20), np.float32), np.zeros((20, 20, 20), np.uint8)
+        image[4:16, 4:16, 4:16] = 100 + rng.normal(size=(12, 12, 12))
+        mask[8:12, 8:12, 8:11], mask[5:7, 5:7, 5:7] = 1, 2
+        if change := special.get(f"c{i}"): change(mask)
+        for folder, data in (("images", image), ("labels", mask)):
+            nib.save(nib.Nifti1Image(data, np.diag([1, 1, 2, 1])), root / folder / f"c{i}.nii.gz")
+    return root
+
+
 def _pss(process):
     "Memory of a process and all below it, shared pages counted once, bytes."
     total = 0

@@ -139,12 +139,13 @@ def accepted(command, option):
         return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else {"processes", "restarts", "run_dir"})
     argv |= dict(compare=["compare"], notebook=["notebook"], prove=["prove"], forecast=["forecast"], deploy=["deploy"])
     if command not in argv: return False
+    if command == "deploy" and accepted("train", option): return True  # "what else follows is that of medlab train"
     return f"--{option}" in help_of(*argv[command]) or command in ("predict", "evaluate") and any(option.replace("-", "_") in recipe_class(r).predict_options for r in RECIPES)
 
 
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
     "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "cli/forecast.py": ("forecast",), "cli/fork.py": ("fork",), "cli/prove.py": ("prove",), "prove/plan.py": ("prove",), "prove/start.py": ("prove",),
-    "cli/pace.py": ("train",), "cli/ranks.py": ("train",), "parallel/launch.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
+    "cli/pace.py": ("train",), "cli/ranks.py": ("train",), "parallel/launch.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/ranks.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
     "cli/deploy.py": ("deploy",), "deploy/checks.py": ("deploy",), "deploy/plan.py": ("deploy",), "deploy/containers.py": ("deploy",), "rebuild/config.py": ("notebook",), "rebuild/code.py": ("notebook",)}
 
 
