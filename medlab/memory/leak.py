@@ -27,7 +27,7 @@ def _tensor_bytes(objects):
 
 
 def census() -> dict:  # {"types": type → count, "tensors": {"host": bytes, "device": bytes}, "process": id → GB}
-    "What is alive, garbage collected before: objects by type, bytes of tensors, memory of every process. Takes some tenths of a second."
+    "What is alive, garbage collected before: objects by type, tensors by bytes, memory by process. Takes some 0.1 s."
     gc.collect()  # else what an earlier trainer left, freed between two looks, hides what grew
     objects = gc.get_objects()
     types = Counter(type(o).__qualname__ for o in objects)
