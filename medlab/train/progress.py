@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from ..core import UserError, visible
+from ..guards.zero_gradient import FOREVER
 from ..run.records import Event, shape_of
 
 # %% ../../nbs/train/00_progress.ipynb #5a9a6124
@@ -81,9 +82,9 @@ def update(self:Bar, iteration, **fields):
 # %% ../../nbs/train/00_progress.ipynb #d61a0a56
 @patch
 def _line(self:Bar, iteration, text):
+    endless, values = self.total >= FOREVER, " ".join(f"{k}={v}" for k, v in text.items())
     left = (time.perf_counter() - self.began) / max(1, iteration - self.done) * (self.total - iteration)
-    print(f"{iteration}/{self.total} " + " ".join(f"{k}={v}" for k, v in text.items()) + f" left={left:.0f}s",
-        flush=True)
+    print(f"{iteration} {values}" if endless else f"{iteration}/{self.total} {values} left={left:.0f}s", flush=True)
 
 # %% ../../nbs/train/00_progress.ipynb #2930a3f7
 @patch
