@@ -562,9 +562,9 @@ def test_a_leak_is_seen_and_named(make):
     t, kept = make(leak_alarm=0.01), []
     for watch in t.memory_watch.leaks: watch.samples = 8
     losses = t.step.losses
-    t.step.losses = lambda m, b: kept.append((torch.ones(100_000), [Kept() for _ in range(20)])) or losses(m, b)
+    t.step.losses = lambda m, b: kept.append((torch.ones(50_000), [Kept() for _ in range(20)])) or losses(m, b)
     give_back()  # what other tests have freed would take up what is kept here, and no growth be seen
-    t.fit(16 * 48 + 1, progress=False)
+    t.fit(16 * 24 + 1, progress=False)
     leaks = t.run.events("leak")
     assert leaks and "tensors on the host +" in leaks[0].text and "objects of type" in leaks[0].text and leaks[0].level == "warning", [e.text for e in leaks]
 
