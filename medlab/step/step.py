@@ -364,7 +364,7 @@ def _agree(self:Step, t):
     met = self.replicas.agree(FINE, samples, detached, terms=t.sums or (), read=self.decisions.overdue())
     if met.code: raise PeerFault(met.code, met.rank, met.why)
     self.decisions.told(met.read)
-    t.samples, t.detached = met.samples, met.detached
+    t.samples, t.detached, t.phase = met.samples, met.detached, "optimizer"  # from here on others take the step
     if not met.samples: return
     self.replicas.take_gradients(met)
     t.sums = dict(zip(met.terms, self.decisions.summed([(t.sums or {}).get(k, 0.0) for k in met.terms])))
