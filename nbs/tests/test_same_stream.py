@@ -15,7 +15,7 @@ from medlab import faults
 from medlab.cli.options import recipe_class
 from medlab.core import UserError, generator
 from medlab.recipes.base import Recipe
-from medlab.step import step
+from medlab.step import step as step_module
 from medlab.step.device import DeviceDecisions
 from medlab.train import trainer
 from medlab.train.trainer import Trainer
@@ -101,7 +101,7 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False):
     if plan == "device": knobs = knobs | dict(log_every=4)
     if plan == "late": knobs = knobs | dict(save_every=5)
     strategy = mock.patch.object(trainer, "decisions_for", lambda optimizer: DeviceDecisions) if plan == "device" else contextlib.nullcontext()
-    if plan == "late" and rank == min(1, ranks - 1): strategy = mock.patch.object(step, "clip_gradients", fails_at(18, step.clip_gradients))
+    if plan == "late" and rank == min(1, ranks - 1): strategy = mock.patch.object(step_module, "clip_gradients", fails_at(18, step_module.clip_gradients))
     fields = dict(statistics=dict(norm=True), much=dict(torn=True)).get(plan, {})
     with strategy, Trainer(recipe(name, **fields), path, resume=resume, device="cpu", threads=1, **knobs) as t:
         if name in OWN: in_double(t.model)
