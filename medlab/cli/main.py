@@ -99,6 +99,7 @@ class Job:
     resumed:bool  # go on with the run that is there
     target:int  # step of the run to train to, ≥ 1
     taken_up:bool = False  # whether a launcher started this job before; its knobs are those of the run
+    launchers:tuple = ()  # that started its ranks, by `launcher_here`
 
 
 def free_name(
@@ -242,7 +243,9 @@ def _train_job(job, rest, knobs, device):
     with reread(rest["reread"]):
         trainer = Trainer(job.recipe, job.run, job.resumed, device, rest.get("threads"),
             lambda: loggers_of(job, rest), asked_mirror(rest), **{} if job.taken_up else knobs)
-    with trainer: return _fit(trainer, job.target)
+    with trainer:
+        if [*job.launchers] != trainer.run.meta.get("launchers", []): trainer.writer.set_meta(launchers=job.launchers)
+        return _fit(trainer, job.target)
 
 # %% ../../nbs/cli/08_main.ipynb #8897cd6e
 def train(

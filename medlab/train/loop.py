@@ -144,7 +144,7 @@ class Between:
         commands:dict,  # name → function
         ranks=None,  # `Together` of several ranks; None: `Alone`
     ):
-        self.worker, self.mailbox, self.ranks = worker, mailbox, ranks or Alone(worker, mailbox)
+        self.worker, self.mailbox, self.ranks = worker, mailbox, ranks or Alone(worker, mailbox, writer)
         self.controls, self.progress = controls, progress
         self.writer, self.commands = writer, commands
         self.flush = lambda: None  # that delivers every step made so far

@@ -28,8 +28,10 @@ COMMAND = "import json, sys; from {} import work; sys.exit(work(**json.loads(sys
 
 
 def _environment(trust):
-    if not trust: return dict(os.environ)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    "The environment of a process that is no rank, and outlives one that is."
+    own = {k: v for k, v in os.environ.items() if k != "TORCHELASTIC_RUN_ID"}
+    if not trust: return own
+    return {**own, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
 
 # %% ../../nbs/train/09_process.ipynb #72552ca2
 def _spawn(path, job, module):

@@ -28,7 +28,10 @@ class Alone:
     def __init__(self,
         worker,  # `Worker`, which a stop or a pause is asked of
         mailbox,  # `Mailbox`
-    ): self.worker, self.mailbox = worker, mailbox
+        writer,  # `RunWriter`
+    ):
+        self.worker, self.mailbox, self.writer = worker, mailbox, writer
+        self.launcher = parent_here()  # of a rank that is alone, see `Together`
 
     @property
     def stopping(self) -> bool: "Whether a stop was asked for."; return self.worker.stopping.is_set()
@@ -38,7 +41,7 @@ class Alone:
     def commands(self) -> list: "What is to be done now, (name, arguments)."; return self.mailbox.commands
 
     def begin(self): "Training begins."
-    def meet(self, force=False): "Nobody is there to be met."
+    def meet(self, force=False): "Nobody is there to be met, but a launcher may be gone."; self.look()
 
 # %% ../../nbs/train/14_ranks.ipynb #b0be986d
 MANY = 1000  # events that rank 0 remembers, so that what happened on all ranks is written once
@@ -87,14 +90,15 @@ def asks(self:Together) -> bool:
 
 # %% ../../nbs/train/14_ranks.ipynb #9fed752d
 @patch
-def look(self:Together):
+def look(self:Alone|Together):
     "Ask for a stop where the launcher is gone."
     if self.launcher in (None, parent_here()): return
     self.launcher = None
     self.worker.stop()
+    n = self.replicas.size
+    again = command_words("medlab", "train", "--resume", self.writer.path, *["--processes", n] * (n > 1))
     self.writer.event("launcher", "its launcher ended, and with it whoever would start the ranks anew: training stops, "
-        f"and is saved. It goes on with: {command_words('medlab', 'train', '--resume', self.writer.path)} --processes "
-        f"{self.replicas.size}", "warning")
+        f"and is saved. It goes on with: {again}", "warning")
 
 # %% ../../nbs/train/14_ranks.ipynb #32529317
 ALONE = "quarantine", "drop", "bad_sample", "worker", "source"  # kinds of event that are told whatever their level

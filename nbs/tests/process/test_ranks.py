@@ -2,31 +2,17 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from toys import Toy, events, trainer
+from toys import Half, events, trainer
 
-from medlab.core import generator
 from medlab import faults
 from medlab.core import RunFailed, UserError
 from medlab.run.directory import Run
 
 STEPS = 12
-
-
-@dataclass
-class Half(Toy):
-    "Of the two micro-batches of a step each rank makes one. Without what depends on the batch, so that two are as good as one."
-
-    def build_model(self): return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SiLU(), torch.nn.Linear(8, 1))
-
-    def dataset(self):
-        x = torch.randn(64, 4, generator=generator(0, "half"))
-        return [dict(x=v, y=v.sum(0, keepdim=True), case=f"half{i:02}") for i, v in enumerate(x)]
-
 
 PLANS = {
     "no_step_taken": {},
@@ -94,6 +80,7 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     if name in ("memory in forward", "memory in backward"): assert a["micro"] == 2 and not events(runs[0], "restore") + events(runs[1], "restore")
     if name == "memory in optimizer": assert [len(events(r, "restore")) for r in runs] == [1, 1] and a["micro"] is None
     if name == "for good": assert all("went back from step 10 to 3" in " ".join(events(r, "recovery_action")) for r in runs), "that of step 6 could not be written"
+    if name == "for good": assert len(events(runs[0], "checkpoint_failed")) == 1 and a["kept"] == b["kept"], "and both trained on"
     if name == "by time": assert a["kept"] == b["kept"] == [4, 8, 12], "by rank 0's clock, one step after it has run out; that of rank 1 stands still"
     if name in ("no_step_taken", "one sample"):
         with trainer(tmp_path / "one", Half(), clip_by_loss=True, gradient_accumulation_steps=2) as t, faults.plant(t, *PLANS[name].get(0, list)()):

@@ -1,6 +1,7 @@
 """A recipe that trains in milliseconds, and what tests ask of its runs."""
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,22 @@ class Toy(Recipe):
 
     def losses(self, model, batch): return dict(loss=(model(batch["x"]) - batch["y"]).square().mean(1))
     def evaluate(self, model, cases=None, **options): return Table([dict(case="ones", mse=float(model(torch.ones(2, 4)).square().mean()))])
+
+
+@dataclass
+class Half(Toy):
+    "Of the two micro-batches of a step each of two ranks makes one. Without what depends on the batch, so that two are as good as one."
+    seconds: float = 0.0  # that a micro-batch takes longer
+
+    def build_model(self): return nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def dataset(self):
+        x = torch.randn(64, 4, generator=generator(0, "half"))
+        return [dict(x=v, y=v.sum(0, keepdim=True), case=f"half{i:02}") for i, v in enumerate(x)]
+
+    def losses(self, model, batch):
+        time.sleep(self.seconds)
+        return super().losses(model, batch)
 
 
 def trainer(path, recipe=None, **knobs):
