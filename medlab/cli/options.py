@@ -124,6 +124,8 @@ def _add_processes(p):
         "default 1. torchrun -m medlab train … starts them on several machines")
     p.add_argument("--restarts", type=int, help="how often all of them are started anew from the last checkpoint where "
         "one fails, default 0")
+    p.add_argument("--rank_wait", type=int, metavar="SECONDS", help="how long a process waits for the others before it "
+        "fails, as where one hangs; longer than a checkpoint and a validation take; default 1800")
 
 
 def _add_size(p, cls):
@@ -240,7 +242,7 @@ def listed(
 
 
 _COMMON = ("config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "reread", "set", "help")
-_OF_CHECK, _OF_TRAIN = ("check_minutes", "csv", "html"), ("processes", "restarts")
+_OF_CHECK, _OF_TRAIN = ("check_minutes", "csv", "html"), ("processes", "restarts", "rank_wait")
 
 
 def normal_options(

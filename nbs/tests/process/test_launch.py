@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+from toys import Half, trainer
 from waiting import seen
 
 from medlab.cli.main import main
+from medlab.faults.outages import damage
 from medlab.run.checkpoint import newest_state
 from medlab.run.directory import Run
 from medlab.run.sharing import is_live
@@ -119,6 +122,56 @@ def test_a_launcher_is_killed_and_the_ranks_stop_and_save(tmp_path):
     assert last.returncode == 0 and Run(path).step == steps, last.stderr[-2000:]
     print(kills, "kills of the launcher: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
     assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
+
+
+HALF = [sys.executable, "-W", "ignore", "-m", "medlab", "train", f"{Path(__file__).parent / 'toys.py'}:Half", "--seconds", "0.03", "--gradient-accumulation-steps", "2",
+    "--save-every", "5", "--device", "cpu", "--threads", "1", "--steps", "60", "--run", "two", "--processes", "2", "--restarts", "1"]
+
+
+def ended_as_whole(made, folder):
+    "The run of two ranks, which has ended with the weights of one that nothing happened to."
+    try: told = made.communicate(timeout=300)
+    finally: made.kill()
+    run = Run(folder / "two")
+    assert made.returncode == 0 and run.state == "done" and run.step == 60 and len(run.events("resume")) == 1, told[1][-3000:]
+    with trainer(folder / "whole", Half(), gradient_accumulation_steps=2, save_every=5) as t: t.fit(60, progress=False)
+    assert apart(weights(folder / "two"), weights(folder / "whole")) <= 1e-6
+    return run
+
+
+def test_a_rank_that_hangs_is_named_and_all_go_on(tmp_path):
+    "30 s of it are those in which torchrun asks the one that hangs to end."
+    made = started([*HALF, "--rank-wait", "10"], tmp_path)
+    until(lambda: (r := seen(tmp_path / "two")) and r.step > 6, made)
+    rank_process(made, 1).send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    run = Run(tmp_path / "two")
+    until(lambda: run.events("error"), made)
+    print("it is told after", time.monotonic() - began, "s:", run.events("error")[-1].text)
+    assert time.monotonic() - began < 60 and "since rank 1 ended or hangs" in run.events("error")[-1].text
+    ended_as_whole(made, tmp_path)
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(tmp_path):
+    path, made = tmp_path / "two", started(HALF, tmp_path)
+    until(lambda: (r := seen(path)) and r.step > 12, made)
+    run = Run(path)
+    run.command("pause")
+    until(lambda: run.state == "paused", made)
+    older, newest = run.checkpoints()[-2:]
+    damage(path / "checkpoints" / newest["file"])
+    rank_process(made, 0).kill()  # the other one cannot save what both have learned
+    ended_as_whole(made, tmp_path)
+    assert run.events("resume")[0].text.startswith(f"going on after step {older['step']}")
+    for own in (run, Run(path / "ranks/1")): assert sum(f"{newest['file']} is damaged" in e.text for e in own.events("checkpoint")) == 1
+
+
+def test_another_run_is_never_gone_on_with(tmp_path):
+    "The ranks that refuse it are started anew, and refuse it again."
+    with trainer(tmp_path / "two", Half(), gradient_accumulation_steps=2) as t: t.fit(2, progress=False)
+    told = subprocess.run(HALF, cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert told.returncode == 2 and told.stderr.count("holds a run already, of 2 steps") == 2, told.stderr[-3000:]
+    assert Run(tmp_path / "two").step == 2 and not Run(tmp_path / "two").events("resume")
 
 
 def test_ctrl_c_stops_all_ranks_and_saves(tmp_path):
