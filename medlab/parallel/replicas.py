@@ -57,8 +57,8 @@ class ProcessGroup:
         self.order = None  # in which they are to be laid anew; None: they lie as they should
 
     def reach(self, call, *args):
-        """Call a collective; raises `RunFailed` where another rank is gone, or does not answer in time; its `silent` are
-        the ranks of which nothing is heard, as far as known."""
+        """Call a collective; raises `RunFailed` where another rank is gone, or does not answer in time; its `silent`
+        are the ranks of which nothing is heard, as far as known."""
         try: return call(*args)
         except RuntimeError as e:
             why = re.sub(r"^\[[^]]*\.cc:\d+\]\s*", "", str(e).splitlines()[0]).split(". ")[0]
