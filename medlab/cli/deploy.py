@@ -56,7 +56,8 @@ def train_words(
 ) -> tuple:
     "The words that `medlab train` is given beside its configuration; a place of this machine is absolute."
     place = lambda k, v: os.path.abspath(v) if k in ("tensorboard", "mirror") and "://" not in v else str(v)
-    valued = [k for k in (*RUN_KEYS, "tensorboard", "rank_wait") if k not in ("run", "steps") and rest.get(k)]
+    known = *RUN_KEYS, "tensorboard", "rank_wait", "parallel"
+    valued = [k for k in known if k not in ("run", "steps") and rest.get(k)]
     words = [w for k in valued for w in ("--" + k.replace("_", "-"), place(k, rest[k]))]
     return (*words, *("--" + k.replace("_", "-") for k in ("use_wandb", "reread") if rest.get(k)))
 

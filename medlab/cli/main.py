@@ -242,7 +242,8 @@ def _train_job(job, rest, knobs, device):
     from medlab.preflight.remembered import reread
     with reread(rest["reread"]):
         trainer = Trainer(job.recipe, job.run, job.resumed, device, rest.get("threads"),
-            lambda: loggers_of(job, rest), asked_mirror(rest), **{} if job.taken_up else knobs)
+            lambda: loggers_of(job, rest), asked_mirror(rest), rest.get("parallel") or "ddp",
+            **{} if job.taken_up else knobs)
     with trainer:
         if [*job.launchers] != trainer.run.meta.get("launchers", []): trainer.writer.set_meta(launchers=job.launchers)
         return _fit(trainer, job.target)

@@ -6,6 +6,8 @@
 __all__ = ['FIRST', 'SIZE', 'TWICE', 'divided', 'Bucket', 'Buckets']
 
 # %% ../../nbs/parallel/00_buckets.ipynb #4e4d5df0
+import itertools
+
 import torch
 from fastcore.basics import patch
 
@@ -35,8 +37,10 @@ class Bucket:
 
     def __init__(self,
         params,  # list of parameters of one dtype and one device
+        owner=None,  # parameter → rank whose parameters lie side by side; None: in the order in which they come
     ):
-        self.params, sizes = params, [p.numel() for p in params]
+        params = sorted(params, key=owner.get) if owner else params
+        self.params, self.owner, sizes = params, owner, [p.numel() for p in params]
         self.flat = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
         self.views = [v.as_strided(p.shape, p.stride()) if _is_dense(p) else v.view_as(p)
             for p, v in zip(params, self.flat.split(sizes))]
@@ -44,6 +48,20 @@ class Bucket:
 
     @property
     def full(self) -> bool: "Whether every gradient is whole."; return len(self.arrived) == len(self.params)
+
+    def parts(self):
+        "(rank, what is sent of its parameters, these, the views of them) for each that owns any."
+        start = 0
+        for rank, pairs in itertools.groupby(zip(self.params, self.views), lambda pair: self.owner[pair[0]]):
+            params, views = zip(*pairs)
+            end = start + sum(p.numel() for p in params)
+            yield rank, _real(self.flat[start:end]), params, views
+            start = end
+
+
+def _real(flat):
+    "What can be sent: complex numbers travel as pairs."
+    return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 def _is_dense(p):
@@ -67,7 +85,7 @@ def send(self:Bucket,
 ):
     "Fill the bucket, and let it go."
     self.fill()
-    self.work = reduce(torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat)
+    self.work = reduce(_real(self.flat))
 
 # %% ../../nbs/parallel/00_buckets.ipynb #ec76d1c6
 class Buckets:
@@ -78,11 +96,12 @@ class Buckets:
         reduce,  # see `Bucket.send`
         order=None,  # indices of parameters, as their gradients are expected; None: the last one first
         first:int=FIRST, size:int=SIZE,  # see `divided`
+        owner=None,  # see `Bucket`
     ):
         self.params, self.reduce, self.armed, self.sent = params, reduce, False, 0
         self.seen = []  # indices of parameters in the order in which their gradients arrived
         order = range(len(params) - 1, -1, -1) if order is None else order
-        self.buckets = [Bucket(b) for b in divided([params[i] for i in order], first, size)]
+        self.buckets = [Bucket(b, owner) for b in divided([params[i] for i in order], first, size)]
         self.place = {p: b for b in self.buckets for p in b.params}
         self.hooks = [p.register_post_accumulate_grad_hook(self._arrive(i)) for i, p in enumerate(params)]
 

@@ -135,7 +135,7 @@ def finish(self:DeviceDecisions, t, expected):
     self._clip(t, grads, loss)
     t.found, overflow = self._found(t, loss)
     t.phase = "optimizer"
-    scaler.step(s.optimizer)
+    with s.replicas.moving(): scaler.step(s.optimizer)
     self._rescale(scaler, t.scale, overflow, t.found)
     self._average(t.found)
     s.buffers.restore_where(t.found)

@@ -471,10 +471,11 @@ def finish(self:HostDecisions, t, expected):
 # %% ../../nbs/step/05_step.ipynb #ba200699
 @patch
 def _optimize(self:HostDecisions, t, scaler):
-    s, t.phase = self.step, "optimizer"
-    if scaler and scaled_step(scaler, s.optimizer, s.knobs.now.scale_floor, t.why is None):
-        t.notice("scale_floor", FLOOR.format(s.knobs.now.scale_floor))
-    if not scaler and t.why is None: s.optimizer.step()
+    s, t.phase, low = self.step, "optimizer", False
+    with s.replicas.moving():
+        if scaler: low = scaled_step(scaler, s.optimizer, s.knobs.now.scale_floor, t.why is None)
+        elif t.why is None: s.optimizer.step()
+    if low: t.notice("scale_floor", FLOOR.format(s.knobs.now.scale_floor))
     if t.why is None: self._average()
     else: s.buffers.restore()
     t.phase = "after"

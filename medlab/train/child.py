@@ -17,18 +17,19 @@ from .trainer import Trainer
 
 # %% ../../nbs/train/11_child.ipynb #534b005b
 def work(
-    path:str, until:int, device:str, threads:int, trust=(), processes:int=1, mirror:str=None,  # see `start_process`
+    path:str, until:int, device:str, threads:int, trust=(), processes:int=1, mirror:str=None,
+    parallel:str="ddp",  # these: see `start_process`
 ) -> int:  # exit status: 0, or 1 where it could not begin
     "Open the run and train, or start the ranks that do."
-    job = dict(path=path, until=until, device=device, threads=threads, trust=trust, mirror=mirror)
+    job = dict(path=path, until=until, device=device, threads=threads, trust=trust, mirror=mirror, parallel=parallel)
     if processes > 1: return launch(["-c", COMMAND.format(__name__), json.dumps(job)], processes)
-    with joined(device) as own: status = _train(path, until, own, threads, trust, mirror)
+    with joined(device) as own: status = _train(path, until, own, threads, trust, mirror, parallel)
     return end_rank(status)
 
 
-def _train(path, until, device, threads, trust, mirror):
+def _train(path, until, device, threads, trust, mirror, parallel):
     "Open the run and train; the exit status."
-    try: trainer = Trainer(recipe_of(path, trust), path, True, device, threads, mirror=mirror)
+    try: trainer = Trainer(recipe_of(path, trust), path, True, device, threads, mirror=mirror, parallel=parallel)
     except Exception as e:
         traceback.print_exception(e)
         if not rank_here(): leave_word(path, e, "".join(traceback.format_exception(e)))

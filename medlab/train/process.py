@@ -67,6 +67,7 @@ def start_process(
     trust=(),  # see `recipe_of`; these modules are found where this process finds them
     processes:int=1,  # ranks, which a launcher in that process starts, ≥ 1
     mirror:str=None,  # folder or URL that it copies what is saved to; None: none
+    parallel:str="ddp",  # of several ranks, as for `Trainer`
 ) -> int:  # its process id
     """Go on with a run in a process of its own; returns at once. Raises `UserError` where a trainer holds the run, or
     its recipe is not medlab's."""
@@ -75,7 +76,7 @@ def start_process(
     before = run.environment
     if is_live(path):
         raise UserError(f"{path} is held by a live trainer (process {before.get('pid', '?')}); stop that one first")
-    own = dict(processes=processes > 1 and processes, mirror=mirror)
+    own = dict(processes=processes > 1 and processes, mirror=mirror, parallel=parallel != "ddp" and parallel)
     job = dict(path=str(path), until=until, device=device or before.get("device"),
         threads=threads or before.get("threads"),
         trust=list(trust)) | {k: v for k, v in own.items() if v}

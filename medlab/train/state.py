@@ -23,6 +23,7 @@ from ..contracts.system import System
 from ..core import UnknownName, UserError, command_words, derive_seed, seeded
 from ..memory.usage import usable_device
 from ..numerics.tf32 import read_tf32, set_tf32
+from ..parallel.replicas import OneProcess
 from ..recipes.base import Recipe
 from ..recipes.origin import built, stored_class, warn_changed
 from ..run.checkpoint import newest_state
@@ -100,15 +101,26 @@ def _into(own, theirs):
 
 # %% ../../nbs/train/03_state.ipynb #f74ed25e
 class OptimizerState:
-    "The optimizer as a part."
+    "The optimizer as a part. Where several ranks divide what it remembers, its state is put together on rank 0."
 
-    def __init__(self, optimizer): self.optimizer = optimizer
-    def state_dict(self): "Moments and settings."; return self.optimizer.state_dict()
+    def __init__(self,
+        optimizer:torch.optim.Optimizer,
+        replicas=None,  # `Replicas` that train together; None: this process alone
+    ):
+        self.optimizer, self.replicas = optimizer, replicas or OneProcess()
+        self.params = [p for g in optimizer.param_groups for p in g["params"]]
+        self.replicas.divide(self.params)
+
+    def state_dict(self):
+        "Moments and settings."
+        found = self.optimizer.state_dict()
+        return {**found, "state": self.replicas.gather(found["state"])}
 
     def load_state_dict(self, state):
-        "Take them up, but for what belongs to the device."
+        "Take them up, but for what belongs to the device, and to other ranks."
+        own = {i: s for i, s in state["state"].items() if self.replicas.keeps(self.params[i])}
         kept = [{k: g[k] for k in ("lr", "fused", "foreach") if k in g} for g in self.optimizer.param_groups]
-        moments = _into(self.optimizer.state_dict()["state"], state["state"])
+        moments = _into(self.optimizer.state_dict()["state"], own)
         self.optimizer.load_state_dict({**state, "state": moments})
         for g, k in zip(self.optimizer.param_groups, kept): g.update(k)
         match_layout(self.optimizer)

@@ -41,7 +41,8 @@ from ..memory.retry import OOMRetry
 from ..memory.savings import read_checkpointing
 from ..memory.usage import Memory, on_device
 from ..memory.watch import MemoryWatch
-from ..parallel.replicas import replicas_here
+from ..parallel.replicas import check_parallel, replicas_here
+from ..parallel.shards import check_divisible
 from ..recipes.base import Recipe
 from ..recipes.origin import changed_source, keep_source, origin_of, shown_before
 from ..run.checkpoint import ForeignCheckpoints
@@ -88,13 +89,16 @@ class Trainer:
         # is accepted
         loggers=(),
         mirror=None,  # folder or URL that what is saved is copied to, or a `medlab.mirror.mirror.Mirror`; None: none
+        # of several ranks: "ddp" keeps all that the optimizer remembers on each, "zero1" a share of it
+        parallel:str="ddp",
         **knobs,  # values at the start, or where a run goes on a change before its next step; `UserError` for a bad one
     ):
         refuse_child()
         self.recipe, self.path, self.threads = recipe, Path(run), checked_threads(threads)
         self.device, self.progress, self.worker = torch_device(device), Progress(), Worker(str(run))
-        self.replicas, self.handed_over = replicas_here(self.device), False  # whether a process goes on with the run
-        if self.replicas.size > 1: refuse_apart(self.replicas, dict(run=str(self.path), resume=bool(resume)))
+        self.replicas, self.handed_over = replicas_here(self.device, parallel), False  # whether a process goes on
+        if self.replicas.size > 1:
+            refuse_apart(self.replicas, dict(run=str(self.path), resume=bool(resume), parallel=parallel))
         self.mirror = mirror_on(self.replicas, mirror, self.path, resume)
         self._begin(self._read(resume, knobs), resume, knobs, loggers)
 
@@ -179,6 +183,7 @@ def _prepare(self:Trainer,
     self.model = self.system.model
     if self.system.notes: self.info = self.info | dict(notes=[*self.info.get("notes", ()), *self.system.notes])
     self.optimizer = build_optimizer(self.recipe, self.model, self.knobs.lr, self.device)
+    if self.replicas.sharded: check_divisible(self.optimizer)
     self.bindings = outer_bindings(self.recipe, self.model, self.optimizer, self.knobs)
     if given is None: return
     self.batches.check_ranks(self.knobs.gradient_accumulation_steps)
@@ -342,15 +347,15 @@ def _make_listeners(self:Trainer):
 # %% ../../nbs/train/10_trainer.ipynb #f1cac7fb
 @patch
 def _make_loop(self:Trainer):
-    commands = dict(stop=self.worker.stop, save=self.save, restore=self.restore, pause=self.worker.pause,
-        resume=self.worker.resume, validate=self._validate)
+    commands = dict(stop=self.worker.stop, save=lambda: self.saver.save(), restore=self.restore,
+        pause=self.worker.pause, resume=self.worker.resume, validate=self._validate)
     between = Between(self.worker, self.mailbox, self.controls, self.progress, self.writer, commands, self._ranks())
     actions = Actions(self.mailbox.ask, self.step.scaler, self.restore, self.writer, self.quarantine)
     self.loop = Loop(self.progress, self.batches, self.step, self.retry, self.listeners, actions, between,
         self._recover)
     between.flush, between.changing = self.loop.flush, self.batches.reread
-    self.state = RunState(self.recipe.seed, model=ModelState(self.model), optimizer=OptimizerState(self.optimizer),
-        step=self.step,
+    self.state = RunState(self.recipe.seed, model=ModelState(self.model),
+        optimizer=OptimizerState(self.optimizer, self.replicas), step=self.step,
         knobs=KnobState(self.knobs), progress=self.progress, retry=self.retry, batches=self.batches,
         schedule=self.schedule,
         quarantine=self.quarantine, escalation=self.escalation)
@@ -442,12 +447,13 @@ def start(self:Trainer,
     # in a process of its own, which outlives this one; this trainer is closed, and what is returned is the `Run`
     process:bool=False,
     processes:int=1,  # the same with several ranks, a process each; 1: as `process` says
+    parallel:str="ddp",  # of several ranks, as for `Trainer`
 ):
     """Train in a worker thread; returns at once. Warnings and errors are printed, but not in a notebook, where the lab
     shows them. Raises `UserError` where a process could not build the recipe."""
     forever = steps is None and until is None
     if process or processes != 1:
-        return self._hand_over(None if forever else last_step(self.iteration, steps, until), processes)
+        return self._hand_over(None if forever else last_step(self.iteration, steps, until), processes, parallel)
     self._claim(steps, FOREVER if forever else until)
     levels = () if "ipykernel" in sys.modules else LEVELS
     start_worker(self.worker, lambda: self._train_here(False, levels))
@@ -455,13 +461,14 @@ def start(self:Trainer,
 
 # %% ../../nbs/train/10_trainer.ipynb #218e151f
 @patch
-def _hand_over(self:Trainer, until, processes):
+def _hand_over(self:Trainer, until, processes, parallel):
     """Save, let go of the run directory, and go on in another process; raises `UserError` before anything is closed
     where that is not possible."""
     if self.worker.busy.locked(): raise UserError("training runs already; stop() it first, or wait()")
     if self.replicas.size > 1: raise UserError("ranks are processes of their own already: start() without process=True")
     if not isinstance(processes, int) or processes < 1:
         raise UserError(f"processes={processes!r} must be an integer ≥ 1")
+    if check_parallel(parallel) == "zero1": check_divisible(self.optimizer)
     self.batches.check_ranks(self.knobs.gradient_accumulation_steps, processes)
     trust = movable(self.recipe, self.path, self.writer.loggers.loggers)
     self.save()
@@ -469,7 +476,7 @@ def _hand_over(self:Trainer, until, processes):
     self._let_go()
     self.handed_over = True
     device, mirror = self.device.type if processes > 1 else str(self.device), self.mirror and self.mirror.url
-    start_process(self.path, until, device, max(1, self.threads // processes), trust, processes, mirror)
+    start_process(self.path, until, device, max(1, self.threads // processes), trust, processes, mirror, parallel)
     return Run(self.path)
 
 # %% ../../nbs/train/10_trainer.ipynb #b58d1f46
@@ -655,7 +662,9 @@ def _validate(self:Trainer):
     "Score held-out cases; keep the weights where they are the best so far."
     self.loop.flush()
     self.batches.release()
-    if not self.validation(self.iteration) or not self.saver.active: return
+    best = self.validation(self.iteration)
+    if self.replicas.sharded: best = self.replicas.first(lambda: best)  # for it is saved by all of them
+    if not best or not self.saver.active: return
     start, file = time.perf_counter(), self.save()
     if file: self.saver.checkpoints.mark_best(file, self.knobs.keep)
     self.writer.set_meta(best=self.validation.best)
@@ -712,9 +721,12 @@ def _answer(self:Trainer, call, options):
 
 # %% ../../nbs/train/10_trainer.ipynb #49bfab1f
 @patch
-def save(self:Trainer) -> Path:  # None where it could not be written, and training goes on
-    "Write a checkpoint now, between two steps. Raises `NotSaved` where it cannot be written and nothing trains."
-    return self.saver.save()
+def save(self:Trainer) -> Path:  # None where it could not be written, or is only asked for, and training goes on
+    """Write a checkpoint now, between two steps. Raises `NotSaved` where it cannot be written and nothing trains. Where
+    ranks divide the optimizer's state all of them call this; while another thread trains, rank 0 asks for it."""
+    if not (self.replicas.sharded and self.worker.elsewhere): return self.saver.save()
+    refuse_other_rank(self.replicas, "a checkpoint")
+    self.mailbox.commands.append(("save", {}))
 
 # %% ../../nbs/train/10_trainer.ipynb #30e9466e
 @patch

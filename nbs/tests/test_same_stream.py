@@ -1,6 +1,7 @@
 """The same run on one, two and four ranks: the same samples with the same random numbers, and the same weights; and on another number after a resume."""
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ def in_double(model):
 
 
 OWN = "fast_ddpm", "restoration", "segmentation", "slice_interpolation", "vjepa3d"
-JOBS = [("noisy", ""), ("noisy", "much"), ("noisy", "device"), ("noisy", "late"), *((name, "") for name in OWN)]  # (recipe, plan)
+PLANS = "", "much", "device", "late"
+JOBS = [(name, plan, parallel) for parallel in ("ddp", "zero1") for name, plan in (*(("noisy", plan) for plan in PLANS), *((name, "") for name in OWN))]
 REFUSED = [("noisy", "statistics"), ("noisy", "few")]
 
 
@@ -94,7 +96,7 @@ def fails_at(call, function):
     return _call
 
 
-def train(path, name, until, plan="", ranks=1, rank=0, resume=False):
+def train(path, name, until, plan="", ranks=1, rank=0, resume=False, parallel="ddp"):
     "Train to a step; what it came to."
     knobs = {} if resume else COMMON | dict(gradient_accumulation_steps=1) if plan == "few" else COMMON
     if plan == "much": knobs = knobs | dict(case_budget=1, save_every=5)
@@ -103,22 +105,24 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False):
     strategy = mock.patch.object(trainer, "decisions_for", lambda optimizer: DeviceDecisions) if plan == "device" else contextlib.nullcontext()
     if plan == "late" and rank == min(1, ranks - 1): strategy = mock.patch.object(step_module, "clip_gradients", fails_at(18, step_module.clip_gradients))
     fields = dict(statistics=dict(norm=True), much=dict(torn=True)).get(plan, {})
-    with strategy, Trainer(recipe(name, **fields), path, resume=resume, device="cpu", threads=1, **knobs) as t:
+    with strategy, Trainer(recipe(name, **fields), path, resume=resume, device="cpu", threads=1, parallel=parallel, **knobs) as t:
         if name in OWN: in_double(t.model)
         t.listeners.append(seen := Seen())
         with faults.plant(t, *plans(t, plan, rank, ranks)): t.fit(until=until, progress=False)
         weights = {k: v.clone() for k, v in t.model.state_dict().items()}
         return dict(weights=weights, cases=seen.cases, taken=t.step.optimizer_step, lr=t.last["lr"], terms={k: v for k, v in t.last.items() if k in t.step.term_names},
+            moments={i: float(v["exp_avg"].abs().sum()) for i, v in t.optimizer.state_dict()["state"].items() if "exp_avg" in v},
             out=sorted(t.quarantine.samples.out), micro=t.knobs.micro_batch, back=[e.text for e in t.run.events("restore")])
 
 
-def main(folder, rank, ranks, resume, until):
+def main(folder, rank, ranks, resume, until, parallel):
     "One rank of several: every job, or to go on with a run."
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     out = {}
-    if resume: out["resumed"] = train(resume, "noisy", until, ranks=ranks, rank=rank, resume=True)
-    for name, plan in () if resume else JOBS: out[name, plan] = train(f"{folder}/{name}{plan}", name, FEW if name in OWN else STEPS, plan, ranks, rank)
-    if ranks == 4 and not resume: train(f"{folder}/begun", "noisy", 10, ranks=ranks, rank=rank)
+    if resume: out["resumed"] = train(resume, "noisy", until, ranks=ranks, rank=rank, resume=True, parallel=parallel)
+    for name, plan, how in () if resume else JOBS: out[name, plan, how] = train(f"{folder}/{name}{plan}{how}", name, FEW if name in OWN else STEPS, plan, ranks, rank, parallel=how)
+    if ranks == 4 and not resume:
+        for how in ("ddp", "zero1"): train(f"{folder}/begun {how}", "noisy", 10, ranks=ranks, rank=rank, parallel=how)
     for name, plan in REFUSED if ranks == 2 and not resume else ():
         try: out[name, plan] = train(f"{folder}/{plan}", name, STEPS, plan, ranks, rank)
         except UserError as e: out[name, plan] = str(e)
@@ -126,10 +130,10 @@ def main(folder, rank, ranks, resume, until):
     dist.destroy_process_group()
 
 
-def together(folder, ranks, resume="", until=0):
+def together(folder, ranks, resume="", until=0, parallel="ddp"):
     "Train on several ranks; what each of them came to."
     folder.mkdir()
-    made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(folder), str(r), str(ranks), str(resume), str(until)], stderr=subprocess.PIPE, text=True,
+    made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(folder), str(r), str(ranks), str(resume), str(until), parallel], stderr=subprocess.PIPE, text=True,
         env=os.environ | dict(OMP_NUM_THREADS="1")) for r in range(ranks)]
     try: told = [p.communicate(timeout=500)[1] for p in made]
     finally: [p.kill() for p in made]
@@ -158,32 +162,36 @@ def same_samples(one, many):
         assert [found[i] for i in range(len(micros))] == [names for _, names in micros], step
 
 
-@pytest.mark.parametrize("name,plan", JOBS)
-def test_one_two_and_four_ranks_make_the_same_run(two, four, tmp_path, name, plan):
+@pytest.mark.parametrize("name,plan,parallel", JOBS)
+def test_one_two_and_four_ranks_make_the_same_run(two, four, tmp_path, name, plan, parallel):
     steps = FEW if name in OWN else STEPS
     one = train(tmp_path / "one", name, steps, "" if plan == "late" else plan)  # alone it is made again in smaller parts, with other dropout
     skips, back = plan in ("much", "device"), dict(much=20, late=15).get(plan)
     for outs in (two, four[1]):
-        many = [out[name, plan] for out in outs]
+        many = [out[name, plan, parallel] for out in outs]
         same_samples(one, many)
         assert all(apart(many[0]["weights"], out["weights"]) == 0 for out in many), "to the bit among the ranks"
         assert all(out["taken"] == one["taken"] for out in many) and one["taken"] == steps - skips
         assert all(out["lr"] == one["lr"] for out in many) and (one["lr"] == pytest.approx(3e-4) or not skips)
         assert all(out["out"] == one["out"] == [15] * (plan == "much") for out in many) and all(out["micro"] == one["micro"] == (1 if plan == "much" else None) for out in many)
         assert [len(out["back"]) for out in many] == [back is not None] * len(many) and all(f"checkpoint of step {back}" in text for out in [one, *many] for text in out["back"])
-        print(name, plan, len(many), "ranks: weights apart by", apart(one["weights"], many[0]["weights"]))
+        kept = [{*out["moments"]} for out in many]
+        if parallel == "ddp": assert all(k == {*one["moments"]} for k in kept)
+        else: assert set().union(*kept) == {*one["moments"]} and sum(map(len, kept)) == len(one["moments"]), "each keeps the moments of its own parameters"
+        print(name, plan, parallel, len(many), "ranks: weights apart by", apart(one["weights"], many[0]["weights"]))
         assert apart(one["weights"], many[0]["weights"]) <= (1e-9 if name in OWN else 1e-6)
         for out in many: assert out["terms"] == pytest.approx(one["terms"], rel=1e-4), "every loss term is that of all samples"
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(four, tmp_path):
-    whole, run = train(tmp_path / "whole", "noisy", 40), four[0] / "begun"
+@pytest.mark.parametrize("begun,then", [("ddp", "ddp"), ("zero1", "zero1"), ("zero1", "ddp"), ("ddp", "zero1")])
+def test_a_run_goes_on_with_another_number_of_ranks(four, tmp_path, begun, then):
+    whole, run = train(tmp_path / "whole", "noisy", 40), shutil.copytree(four[0] / f"begun {begun}", tmp_path / "run")
     later = lambda step: {"cases": {k: v for k, v in whole["cases"].items() if step - 10 < k <= step}}
-    on_two = [out["resumed"] for out in together(tmp_path / "2", 2, run, 20)]
-    on_one = train(run, "noisy", 30, resume=True)
-    on_four = [out["resumed"] for out in together(tmp_path / "4", 4, run, 40)]
+    on_two = [out["resumed"] for out in together(tmp_path / "2", 2, run, 20, then)]
+    on_one = train(run, "noisy", 30, resume=True, parallel=then)
+    on_four = [out["resumed"] for out in together(tmp_path / "4", 4, run, 40, begun)]
     for step, many in ((20, on_two), (30, [on_one]), (40, on_four)): same_samples(later(step), many)
-    print("4 → 2 → 1 → 4 ranks: weights apart by", apart(whole["weights"], on_four[0]["weights"]))
+    print(begun, then, "4 → 2 → 1 → 4 ranks: weights apart by", apart(whole["weights"], on_four[0]["weights"]))
     assert apart(whole["weights"], on_four[0]["weights"]) <= 1e-6 and on_four[0]["taken"] == 40
 
 
@@ -194,4 +202,4 @@ def test_what_ranks_cannot_do_alike_is_refused(two, tmp_path):
     assert all(train(tmp_path / plan, "noisy", 3, plan)["taken"] == 3 for _, plan in REFUSED), "one process takes both"
 
 
-if __name__ == "__main__": main(sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5]))
+if __name__ == "__main__": main(sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5]), sys.argv[6])
