@@ -13,6 +13,7 @@ from ..core import UnknownName, UserError
 from ..deploy.containers import write_docker, write_kubernetes
 from ..deploy.plan import new_plan, plan_of
 from ..deploy.slurm import write_slurm
+from ..parallel.replicas import check_parallel
 
 # %% ../../nbs/cli/15_deploy.ipynb #7ecd578b
 KINDS = dict(slurm=(write_slurm, ("name", "time", "memory", "cpus", "partition", "account", "python")),
@@ -66,6 +67,8 @@ def _plan(job, rest, knobs, **counts):
     "The plan of a job; raises `UserError` for what cannot be carried to a cluster."
     if n := rest.get("processes"):
         raise UserError(f"--processes {n}: each GPU of a node has one process; leave it out, --gpus {n} says the same")
+    if (way := rest.get("parallel")) and check_parallel(way) and counts.get("gpus", 1) * counts.get("nodes", 1) < 2:
+        raise UserError(f"--parallel {way} is for several GPUs, as with --gpus 2")
     counts |= dict(restarts=rest.get("restarts") or 0, extra=train_words(rest))
     if not job.resumed: return new_plan(job.recipe, job.run, job.target, knobs, **counts)
     if not knobs: return plan_of(job.run, job.target, type(job.recipe), **counts)

@@ -10,9 +10,10 @@ from ..core import UserError
 from ..train.forecast import MARGINS, RunForecast, forecast_recipe
 
 # %% ../../nbs/cli/13_forecast.ipynb #ef0b808e
-OWN = dict(gpus="ranks, default 1", memory="of each, such as 80GB", parallel="ddp or fsdp, default ddp",
+OWN = dict(gpus="ranks, default 1", memory="of each, such as 80GB",
+    parallel="ddp, zero1 or fsdp, default ddp; fsdp is counted alone, and not trained",
     bandwidth="from a rank to the others, such as 300GB/s", step_time="seconds of a step without communication")
-USAGE = ("usage: medlab forecast RECIPE [--gpus 8] [--memory 80GB] [--parallel ddp|fsdp] [--bandwidth 300GB/s] "
+USAGE = ("usage: medlab forecast RECIPE [--gpus 8] [--memory 80GB] [--parallel ddp|zero1] [--bandwidth 300GB/s] "
     "[--step-time 0.5] [options of medlab train RECIPE, such as --batch-size, --precision, --device cpu]")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..core import RunFailed, UserError
 from ..parallel.launch import PATIENCE, joined, launch, launched, launcher_here, rank_here
-from ..parallel.replicas import replicas_here
+from ..parallel.replicas import check_parallel, replicas_here
 from ..run.directory import Run
 from ..run.writer import is_empty_run
 
@@ -29,6 +29,8 @@ def processes(
     if again is not None and again < 0: raise UserError(f"--restarts {again} must be at least 0")
     if (wait := rest.get("rank_wait")) is not None and wait < 1:
         raise UserError(f"--rank-wait {wait} must be at least 1, in seconds")
+    if (way := rest.get("parallel")) and check_parallel(way) and (n or 1) < 2 and not launched():
+        raise UserError(f"--parallel {way} is for several processes, as in --processes 2")
     if again and (n or 1) < 2: raise UserError(f"--restarts {again} is for several processes, as in --processes 2")
     return n or 1
 

@@ -50,7 +50,7 @@ class Replicas(Protocol):
 
     asks:object  # function that tells whether this one has something to `share`
     asked:bool  # whether any had, when they agreed last
-    sharded:bool  # whether each keeps what the optimizer remembers of some parameters, and of no others
+    sharded:bool  # whether each keeps the optimizer's state of some parameters, and of no others
 
     def prepare(self, params):
         "Get ready to add up the gradients of a list of parameters, the same on every replica; before each step."
@@ -68,10 +68,10 @@ class Replicas(Protocol):
         "Within the context the optimizer moves parameters; they are the same on all after it, also where it raises."
 
     def divide(self, params):
-        "Choose for each of a list of parameters who keeps what the optimizer remembers of it, unless that is known."
+        "Choose for each of a list of parameters who keeps the optimizer's state of it, unless that is known."
 
     def keeps(self, p) -> bool:
-        "Whether this one keeps what the optimizer remembers of a parameter."
+        "Whether this one keeps the optimizer's state of a parameter."
 
     def gather(self, kept:dict) -> dict:
         "What all keep, put together on rank 0; elsewhere what this one keeps. Name → {name: tensor or other value}."

@@ -7,6 +7,7 @@ __all__ = ['PARALLEL', 'EXPECTED', 'MARGINS', 'bytes_of', 'few_phantoms', 'micro
            'at_most', 'verdict', 'largest_batch', 'forecast_recipe', 'forecast_trainer']
 
 # %% ../../nbs/train/13_forecast.ipynb #b84b0ee2
+import math
 import re
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from ..batches.quarantine import Quarantine
 from ..core import UnknownName, UserError
 from ..memory.forecast import Forecast, Ledger, WithoutMemory, forecast, size_in_words
 from ..memory.savings import named_blocks
+from ..parallel.shards import largest_share
 from ..recipes.base import Recipe
 
 # %% ../../nbs/train/13_forecast.ipynb #22eb9823
@@ -72,8 +74,7 @@ def of_samples(
     return {k: meta(v) if torch.is_tensor(v) else [v[0]] * n for k, v in batch.items()}
 
 # %% ../../nbs/train/13_forecast.ipynb #17500350
-PARALLEL = ("ddp", "fsdp")
-_SHARDED = "parameters", "moments", "average"
+PARALLEL = dict(ddp=(), zero1=("moments",), fsdp=("parameters", "gradients", "moments", "average"))  # what is divided
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Ranks:
     parallel:str = "ddp"  # one of `PARALLEL`
     largest:int = 0  # bytes of the parameters of the largest block
     rest:int = 0  # bytes of the parameters that are in no block
+    share:float = None  # of what is divided with zero1, on the rank that gets most, in (0, 1]; None: 1 / gpus
 
     def __post_init__(self):
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
@@ -90,24 +92,29 @@ class Ranks:
         if self.parallel not in PARALLEL: raise UnknownName("parallel", self.parallel, PARALLEL)
 
     @property
-    def sharded(self) -> bool: "Whether ranks hold shares."; return self.parallel == "fsdp" and self.gpus > 1
+    def divided(self) -> tuple: "What ranks hold shares of."; return PARALLEL[self.parallel] if self.gpus > 1 else ()
+
+    @property
+    def gathers(self) -> bool: "Whether blocks are put together to run."; return "parameters" in self.divided
 
     def held(self,
         f:Forecast,
     ) -> dict:  # name → bytes on a rank
         "What a rank holds between steps, and for communication."
-        part = lambda n: -(-n // self.gpus) if self.sharded else n
-        out = {k: part(getattr(f, k)) for k in ("parameters", "gradients", "moments", "average")}
+        share = self.share if self.share and not self.gathers else 1 / self.gpus
+        part = lambda k: math.ceil(getattr(f, k) * (share if k in self.divided else 1))
+        out = {k: part(k) for k in ("parameters", "gradients", "moments", "average")}
         out |= {k: getattr(f, k) for k in ("teacher", "frozen", "others")}
         if self.gpus == 1: return out
-        return out | dict(communication=2 * self.largest + self.rest if self.sharded else f.gradients)
+        return out | dict(communication=2 * self.largest + self.rest if self.gathers else f.gradients)
 
     def sent(self,
         f:Forecast,
     ) -> float:  # bytes
-        "What a rank sends in a step, by rings: gradients twice with DDP; parameters twice and gradients with FSDP."
-        share = (self.gpus - 1) / self.gpus
-        return share * (2 * f.parameters + f.gradients if self.sharded else 2 * f.gradients)
+        """What a rank sends in a step, by rings: gradients twice with DDP; parameters too with ZeRO-1; parameters twice
+        and gradients with FSDP."""
+        times = dict(ddp=(0, 2), zero1=(1, 2), fsdp=(2, 1))[self.parallel]
+        return (self.gpus - 1) / self.gpus * (times[0] * f.parameters + times[1] * f.gradients)
 
 # %% ../../nbs/train/13_forecast.ipynb #42f4cd44
 @patch
@@ -116,7 +123,7 @@ def peaks(self:Ranks,
 ) -> tuple:  # bytes: (the most that is counted, the same with what convolutions may take)
     "What a rank holds at most. With FSDP gradients of a backward pass are taken off nowhere, which is the most."
     kept = self.held(f)
-    spared = sum(getattr(f, k) - kept[k] for k in _SHARDED)
+    spared = sum(getattr(f, k) - kept[k] for k in self.divided if k != "gradients")
     late = f.gradients - kept["gradients"]
     off = lambda phase: spared + (late if phase in ("optimizer", "average") else 0)
     more = kept.get("communication", 0)
@@ -255,12 +262,13 @@ class _Counted:
             checkpointing=checkpointing, average=k.ema is not None, optimizer=optimizer, gpu=self.device == "cuda",
             accumulated=k.gradient_accumulation_steps > 1)
 
-    def blocks(self):
-        "(bytes of the largest block's parameters, bytes of those in no block)"
+    def on(self, ranks):
+        "The ranks, with the sizes of what they divide."
         with WithoutMemory(), Ledger(building=True): model = self.recipe.build_system().model
         size = lambda m: sum(p.nbytes for p in m.parameters())
         found = [size(b) for b in named_blocks(model)]
-        return (max(found), size(model) - sum(found)) if found else (0, size(model))
+        share = largest_share([p for p in model.parameters() if p.requires_grad], ranks.gpus)
+        return replace(ranks, largest=max(found, default=0), rest=size(model) - sum(found), share=share)
 
 # %% ../../nbs/train/13_forecast.ipynb #b23dcd7b
 def largest_batch(
@@ -337,14 +345,14 @@ def _forecast_made(recipe, batch, ranks, device, fixes, **fields):
     "The forecast of a recipe that has knobs and data."
     k, count = recipe.knobs, _Counted(recipe, batch, device)
     n, now = k.micro_batch or recipe.batch_size, (k.precision, k.activation_checkpointing)
-    ranks = replace(ranks, **dict(zip(("largest", "rest"), count.blocks())))
+    ranks = count.on(ranks)
     how = f"{now[0]}, activations {'recomputed' if now[1] else 'kept'}"
     out = RunForecast(recipe.name, n, how, count(n, *now), ranks, device, **fields)
     if not fixes: return out
     out.fixes = _fix_table(count, ranks, n, now)
-    if not ranks.sharded:
-        shared = replace(ranks, gpus=max(8, ranks.gpus), parallel="fsdp")
-        out.fixes[f"fsdp on {shared.gpus} ranks"] = (p := shared.peaks(out.step))[0], at_most(p, device)
+    if not ranks.divided:
+        shared = count.on(replace(ranks, gpus=max(8, ranks.gpus), parallel="zero1"))
+        out.fixes[f"zero1 on {shared.gpus} ranks"] = (p := shared.peaks(out.step))[0], at_most(p, device)
     if out.memory: out.largest = largest_batch(lambda n: ranks.peaks(count(n, *now)), out.memory, device)
     return out
 

@@ -163,7 +163,7 @@ def rescue(self:Saver, error):
     if whole and all(bool(is_finite(p)) for p in self.loop.step.model.parameters()): self.save()
 
 # %% ../../nbs/train/07_saving.ipynb #f461dd6d
-APART = ("{} ranks hold a share each of what the optimizer remembers, and they ended apart, so the state of step {} is "
+APART = ("{} ranks hold a share each of the optimizer's state, and they ended apart, so the state of step {} is "
     "not saved; {}")
 
 

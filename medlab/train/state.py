@@ -101,7 +101,7 @@ def _into(own, theirs):
 
 # %% ../../nbs/train/03_state.ipynb #f74ed25e
 class OptimizerState:
-    "The optimizer as a part. Where several ranks divide what it remembers, its state is put together on rank 0."
+    "The optimizer as a part. Where several ranks divide its state, it is put together on rank 0."
 
     def __init__(self,
         optimizer:torch.optim.Optimizer,

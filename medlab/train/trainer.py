@@ -89,7 +89,7 @@ class Trainer:
         # is accepted
         loggers=(),
         mirror=None,  # folder or URL that what is saved is copied to, or a `medlab.mirror.mirror.Mirror`; None: none
-        # of several ranks: "ddp" keeps all that the optimizer remembers on each, "zero1" a share of it
+        # of several ranks: "ddp" keeps the optimizer's whole state on each, "zero1" a share of it
         parallel:str="ddp",
         **knobs,  # values at the start, or where a run goes on a change before its next step; `UserError` for a bad one
     ):

@@ -27,17 +27,25 @@ PLANS = {
     "for good": {0: lambda: [faults.gradient("0.weight", at=8, times=8), faults.disk_full("checkpoint", at=6)]},
     "by time": {},
     "a torn scan": {1: lambda: [faults.reader(ValueError("torn"), index=15)]},
-    "an error": {1: lambda: [faults.reader(KeyboardInterrupt(), index=15)]},
+    "an error": {1: lambda: [faults.reader(KeyboardInterrupt(), index=50)]},
 }
 
 
-def rank(number, folder):
+class MySGD(torch.optim.SGD): "Nobody knows how it steps."
+
+
+class Own(Half):
+    "With an optimizer of the user's own."
+    def build_optimizer(self, params, lr, **kw): return MySGD(params, lr)
+
+
+def rank(number, folder, parallel):
     "One of the two: what every plan came to, a line of JSON each."
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
     for i, name in enumerate(PLANS):
         more = {"for good": dict(escalate_after=3), "by time": dict(save_every=0, save_minutes=1, keep=9), "a torn scan": dict(case_budget=1)}.get(name, {})
         knobs = dict(save_every=3, precision="fp16" if name == "half precision" else "fp32", clip_by_loss=True, gradient_accumulation_steps=2) | more
-        with trainer(f"{folder}/{i}", Half(), **knobs) as t, faults.plant(t, *PLANS[name].get(number, list)()):
+        with trainer(f"{folder}/{i}", Half(), parallel=parallel, **knobs) as t, faults.plant(t, *PLANS[name].get(number, list)()):
             if name == "by time": t.saver.clock = lambda: (20.0, 0.0)[number] * t.iteration
             try: t.fit(STEPS, progress=False)
             except (RunFailed, KeyboardInterrupt) as e: print(name, type(e).__name__, e, file=sys.stderr)
@@ -48,20 +56,23 @@ def rank(number, folder):
         try:
             with trainer(path, Half(), gradient_accumulation_steps=2, **knobs) as t: t.fit(2, progress=False)
         except UserError as e: apart[name] = str(e)
+    for name, how, recipe in (("ways", ("ddp", parallel)[number], Half()), ("fsdp", "fsdp", Half()), ("steps for all", "zero1", Own())):
+        try: trainer(f"{folder}/{name}", recipe, gradient_accumulation_steps=2, parallel=how).close()
+        except UserError as e: apart[name] = str(e)
     print(json.dumps(dict(name="apart") | apart))
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    "(folder, plan → what the two ranks came to)"
+@pytest.fixture(scope="module", params=["ddp", "zero1"])
+def outcomes(request, tmp_path_factory):
+    "(folder, plan → what the two ranks came to, how they divide their work)"
     path = tmp_path_factory.mktemp("ranks")
-    made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(n), str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for n in (0, 1)]
+    made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(n), str(path), request.param], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for n in (0, 1)]
     try: out = [p.communicate(timeout=200) for p in made]
     finally: [p.kill() for p in made]
     assert [p.returncode for p in made] == [0, 0], out[0][1][-2000:] + out[1][1][-2000:]
     a, b = ({(d := json.loads(line))["name"]: d for line in o.splitlines()} for o, _ in out)
-    return path, {name: (a[name], b[name]) for name in [*PLANS, "apart"]}
+    return path, {name: (a[name], b[name]) for name in [*PLANS, "apart"]}, request.param
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -71,6 +82,9 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     assert a == b or name == "an error", "the same weights to the bit, the same steps taken"
     if name == "an error":
         assert b["state"] == a["state"] == "failed" and a["number"] == b["number"] and a["weights"] == b["weights"] and "rank 1 stopped training" in " ".join(events(runs[0], "error"))
+        kept = Run(runs[0]).checkpoints()[-1]["step"]
+        if outcomes[2] == "ddp": assert kept == a["number"], "what was learned is saved"
+        else: assert kept == 3 and all(f"the state of step {a['number']} is not saved; the newest checkpoint is of step 3" in " ".join(events(r, "checkpoint")) for r in runs)
         return
     assert a["number"] == STEPS and a["state"] == "done" and all(torch.tensor(a["weights"]).isfinite())
     skipped = [sum(Run(r).metrics("skipped")["skipped"].value) for r in runs]
@@ -94,6 +108,9 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
 def test_ranks_that_would_part_are_refused(outcomes):
     for told in outcomes[1]["apart"]:
         assert "rank 1 does not begin as rank 0 does" in told["path"] and "apart1' and" in told["path"] and "lr is 0.0011 and 0.001 on rank 0" in told["knobs"]
+        assert "each layer within the passes" in told["fsdp"] and "MySGD may look at all of them: take an optimizer of torch.optim" in told["steps for all"]
+        if outcomes[2] == "zero1": assert "parallel is 'zero1' and 'ddp' on rank 0" in told["ways"]
+        else: assert "ways" not in told
 
 
-if __name__ == "__main__": rank(int(sys.argv[1]), sys.argv[2])
+if __name__ == "__main__": rank(int(sys.argv[1]), *sys.argv[2:])
