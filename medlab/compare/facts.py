@@ -56,7 +56,8 @@ def _split(data):
 def _made(run, meta):
     "What a run is computed with and on."
     env = run.environment
-    own = {k: env[k] for k in ("medlab", "torch", "python", "device", "threads", "tf32", "cudnn_benchmark") if k in env}
+    names = "medlab", "torch", "python", "device", "ranks", "parallel", "threads", "tf32", "cudnn_benchmark"
+    own = {k: env[k] for k in names if k in env}
     source = (meta.get("origin") or {}).get("sha256", "")
     return own | dict(source=source[:12] or "–", cases=_split(meta.get("data") or {}))
 

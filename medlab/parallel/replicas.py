@@ -287,8 +287,8 @@ def together(self:ProcessGroup,
 # %% ../../nbs/parallel/02_replicas.ipynb #4ceaf411
 PARALLEL = dict(ddp="every rank keeps the optimizer's whole state", zero1="each keeps a share of it")
 _FSDP = ("parallel='fsdp' is not there: it gathers each layer within the passes, where a rank that runs out of memory, "
-    "or whose samples are bad, leaves the others waiting. Take parallel='zero1', which divides what the optimizer "
-    "remembers, and activation checkpointing")
+    "or whose samples are bad, leaves the others waiting. Take parallel='zero1', which divides the optimizer's "
+    "state, and activation checkpointing")
 
 
 def check_parallel(

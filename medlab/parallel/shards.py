@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['Shards', 'largest_share', 'check_divisible']
 
-# %% ../../nbs/parallel/01_shards.ipynb #719ac60c
+# %% ../../nbs/parallel/01_shards.ipynb #7e1827b8
 import torch
 from fastcore.basics import patch
 
 from ..core import UserError
 from .buckets import Buckets
 
-# %% ../../nbs/parallel/01_shards.ipynb #7bd6c5c3
+# %% ../../nbs/parallel/01_shards.ipynb #9dcf8ffe
 class Shards:
     "Which rank moves which parameter, and keeps the optimizer's state of it."
 
@@ -45,7 +45,7 @@ def largest_share(
     shards.divide(params)
     return max(shards.load) / max(1, sum(shards.load))
 
-# %% ../../nbs/parallel/01_shards.ipynb #d6ac71e8
+# %% ../../nbs/parallel/01_shards.ipynb #32b55ee8
 def check_divisible(
     optimizer:torch.optim.Optimizer,
 ):
@@ -54,7 +54,7 @@ def check_divisible(
     raise UserError(f"parallel='zero1' lets each rank step for some of the parameters, and {type(optimizer).__name__} "
         "may look at all of them: take an optimizer of torch.optim but LBFGS, or parallel='ddp'")
 
-# %% ../../nbs/parallel/01_shards.ipynb #b1f910cd
+# %% ../../nbs/parallel/01_shards.ipynb #97ad4392
 @patch
 def drop_others(self:Shards,
     params,  # list of parameters, of which all have owners
@@ -63,7 +63,7 @@ def drop_others(self:Shards,
     for p in params:
         if not self.keeps(p): p.grad = None
 
-# %% ../../nbs/parallel/01_shards.ipynb #de88bf22
+# %% ../../nbs/parallel/01_shards.ipynb #830f920b
 @patch
 @torch.no_grad()
 def exchange(self:Shards,

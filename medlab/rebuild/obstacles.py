@@ -41,7 +41,8 @@ def _of_events(run):
     for kind, steps in found.items(): yield f"{_steps(sorted({*steps}))}: {OF_EVENTS[kind]}"
 
 # %% ../../nbs/rebuild/01_obstacles.ipynb #4e5616e6
-BITS = ("medlab", "torch", "python", "device", "threads", "tf32", "cudnn_benchmark")  # of a segment: what rounds
+# of a segment: what rounds
+BITS = "medlab", "torch", "python", "device", "ranks", "threads", "tf32", "cudnn_benchmark"
 
 
 def _of_segments(run):
@@ -60,6 +61,8 @@ def _of_here(environment):
     here = dict(medlab=medlab.__version__, torch=torch.__version__)
     differ = [f"{k} {environment[k]} there, {v} here" for k, v in here.items() if environment.get(k, v) != v]
     if differ: yield f"the notebook was written with another version than the run was made with: {', '.join(differ)}"
+    if (n := environment.get("ranks", 1)) > 1:
+        yield f"{n} ranks trained it, which add up gradients in another order than one process does"
     device = str(environment.get("device", "cpu"))
     if device != "cpu": yield f"it was trained on {device}, where not every operation gives the same bits twice"
 

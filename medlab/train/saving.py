@@ -182,7 +182,7 @@ def open_segment(self:Saver):
     "Begin a segment at the step where the run is."
     r = self.recipe
     self.writer.set_meta(values=self.knobs.values(), controls=describe(r.Knobs, r.fixes(), r.initial_knobs()))
-    self.writer.open_segment(self.iteration, environment(self.device, self.threads))
+    self.writer.open_segment(self.iteration, environment(self.device, self.threads, self.replicas))
     for call in self.segments: call()
 
 # %% ../../nbs/train/07_saving.ipynb #f7db0dee

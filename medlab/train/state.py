@@ -216,11 +216,13 @@ def upgraded(
 def environment(
     device:torch.device,
     threads:int,
+    replicas=None,  # `Replicas` that train together; None: this process alone
 ) -> dict:
     "What a segment of a run is computed with."
-    return dict(medlab=medlab.__version__, torch=torch.__version__, python=platform.python_version(),
-        device=str(device),
-        threads=threads, tf32=read_tf32(), cudnn_benchmark=read_cudnn_benchmark(),
+    ranks = replicas or OneProcess()
+    own = dict(parallel="zero1" if ranks.sharded else "ddp") if ranks.size > 1 else {}
+    return own | dict(medlab=medlab.__version__, torch=torch.__version__, python=platform.python_version(),
+        device=str(device), ranks=ranks.size, threads=threads, tf32=read_tf32(), cudnn_benchmark=read_cudnn_benchmark(),
         pid=os.getpid(), host=socket.gethostname())
 
 # %% ../../nbs/train/03_state.ipynb #eec05931

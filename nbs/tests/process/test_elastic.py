@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_launch import apart, weights
+from test_launch import WAY, apart, weights
 from toys import Half, losses, trainer
 from waiting import seen
 
@@ -18,7 +18,7 @@ from medlab.run.sharing import is_live
 pytestmark = pytest.mark.timeout(900)  # on a busy machine each start takes half a minute
 STEPS = 250
 HALF = [f"{Path(__file__).parent / 'toys.py'}:Half", "--gradient-accumulation-steps", "2", "--save-every", "5", "--device", "cpu", "--threads", "1"]
-HALF_SLOWLY = [*HALF, "--seconds", "0.03", "--steps", str(STEPS), "--run-dir", "two"]
+HALF_SLOWLY = [*HALF, "--seconds", "0.03", "--steps", str(STEPS), "--run-dir", "two", *WAY]
 
 
 @pytest.fixture

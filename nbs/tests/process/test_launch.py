@@ -20,6 +20,7 @@ from medlab.run.sharing import is_live
 
 pytestmark = pytest.mark.timeout(600)  # on a busy machine the ranks take a minute to start
 TRAIN = ["restoration", "--debug", "--device", "cpu", "--gradient-accumulation-steps", "2", "--save-every", "5", "--threads", "1"]
+WAY = ["--parallel", os.environ.get("MEDLAB_PARALLEL", "zero1")]
 ENV = os.environ | dict(OMP_NUM_THREADS="1")
 MEDLAB = [sys.executable, "-W", "ignore", "-m", "medlab", "train", *TRAIN]
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "medlab", "train", *TRAIN]
@@ -76,12 +77,12 @@ def test_one_run_of_two_ranks_is_steered_from_outside(tmp_path):
 
 
 def test_a_rank_is_killed_and_all_go_on_from_the_checkpoint(tmp_path):
-    "Twice; MEDLAB_KILLS says how often."
+    "Twice; MEDLAB_KILLS says how often, and MEDLAB_PARALLEL how the ranks divide their work."
     kills, draw = int(os.environ.get("MEDLAB_KILLS", "2")), random.Random(0)
     steps, path = 8 * kills + 10, tmp_path / "two"
     whole = subprocess.run([*MEDLAB, "--steps", str(steps), "--run", "whole"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr[-2000:]
-    made = started([*MEDLAB, "--steps", str(steps), "--run", "two", "--processes", "2", "--restarts", str(kills)], tmp_path)
+    made = started([*MEDLAB, "--steps", str(steps), "--run", "two", "--processes", "2", "--restarts", str(kills), *WAY], tmp_path)
     try:
         for i in range(kills):
             until(lambda: (r := seen(path)) and r.step > 8 * i + 4, made)
@@ -90,6 +91,7 @@ def test_a_rank_is_killed_and_all_go_on_from_the_checkpoint(tmp_path):
     finally: made.kill()
     run = Run(path)
     assert made.returncode == 0 and run.state == "done" and run.step == steps, told[1][-3000:]
+    assert run.environment["ranks"] == 2 and run.environment["parallel"] == WAY[1]
     assert len(run.events("resume")) == kills and all(e.text.startswith("going on after step") for e in run.events("resume"))
     print(kills, "kills: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
     assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
@@ -107,7 +109,7 @@ def test_a_launcher_is_killed_and_the_ranks_stop_and_save(tmp_path):
     steps = 8 * kills + 16
     whole = subprocess.run([*MEDLAB, "--steps", str(steps), "--run", "whole"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr[-2000:]
-    words = [*MEDLAB, "--run", "two"]
+    words = [*MEDLAB, "--run", "two", *WAY]
     for i in range(kills):
         made, seen_before = started([*words, "--steps", str(steps), "--processes", "2"], tmp_path), Run(path).step if i else 0
         until(lambda: (r := seen(path)) and r.step > seen_before + 2, made)
@@ -117,7 +119,7 @@ def test_a_launcher_is_killed_and_the_ranks_stop_and_save(tmp_path):
         while is_live(path): assert time.monotonic() < end, "its ranks train on"; time.sleep(0.1)
         run = Run(path)
         assert run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step >= acknowledged and "its launcher ended" in run.events("launcher")[-1].text
-        words = [sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two"]
+        words = [sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", *WAY]
     last = subprocess.run([*words, "--steps", str(steps), "--processes", "2"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert last.returncode == 0 and Run(path).step == steps, last.stderr[-2000:]
     print(kills, "kills of the launcher: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
@@ -200,6 +202,9 @@ def test_a_rank_without_a_name_for_its_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize("words,why", [
     ("--processes 0", "--processes 0 must be at least 1"),
+    ("--parallel zero1", "--parallel zero1 is for several processes"),
+    ("--processes 2 --parallel fsdp", "it gathers each layer within the passes"),
+    ("--processes 2 --parallel zero", "unknown parallel 'zero'; did you mean 'zero1'"),
     ("--processes 2 --restarts -1", "--restarts -1 must be at least 0"),
     ("--restarts 2", "--restarts 2 is for several processes")])
 def test_numbers_of_processes_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, words, why):
