@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['Shards', 'largest_share', 'check_divisible']
 
-# %% ../../nbs/parallel/01_shards.ipynb #7e1827b8
+# %% ../../nbs/parallel/01_shards.ipynb #00a61087
 import torch
 from fastcore.basics import patch
 
 from ..core import UserError
 from .buckets import Buckets
 
-# %% ../../nbs/parallel/01_shards.ipynb #9dcf8ffe
+# %% ../../nbs/parallel/01_shards.ipynb #554488db
 class Shards:
     "Which rank moves which parameter, and keeps the optimizer's state of it."
 
@@ -45,7 +45,7 @@ def largest_share(
     shards.divide(params)
     return max(shards.load) / max(1, sum(shards.load))
 
-# %% ../../nbs/parallel/01_shards.ipynb #32b55ee8
+# %% ../../nbs/parallel/01_shards.ipynb #ec21c63d
 def check_divisible(
     optimizer:torch.optim.Optimizer,
 ):
@@ -54,7 +54,7 @@ def check_divisible(
     raise UserError(f"parallel='zero1' lets each rank step for some of the parameters, and {type(optimizer).__name__} "
         "may look at all of them: take an optimizer of torch.optim but LBFGS, or parallel='ddp'")
 
-# %% ../../nbs/parallel/01_shards.ipynb #97ad4392
+# %% ../../nbs/parallel/01_shards.ipynb #8d57273c
 @patch
 def drop_others(self:Shards,
     params,  # list of parameters, of which all have owners
@@ -63,7 +63,7 @@ def drop_others(self:Shards,
     for p in params:
         if not self.keeps(p): p.grad = None
 
-# %% ../../nbs/parallel/01_shards.ipynb #830f920b
+# %% ../../nbs/parallel/01_shards.ipynb #39b39df8
 @patch
 @torch.no_grad()
 def exchange(self:Shards,

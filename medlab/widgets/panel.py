@@ -220,7 +220,8 @@ def _send_new(self:Panel, older):
 def _send_head(self:Panel):
     m = self._monitor
     telemetry = {k: json_safe(m.telemetry.get(name)) for k, name in HEAD.items()}
-    device = m.environment.get("device")
+    device, ranks = m.environment.get("device"), m.environment.get("ranks", 1)
+    if ranks > 1: device = f"{str(device).split(':')[0]} × {ranks} ranks"
     self._messages.send_new("head", state=m.status.shown, target=json_safe(m.target), device=device,
         precision=m.values.get("precision"), **telemetry)
 
