@@ -116,9 +116,10 @@ class RunFailed(RuntimeError):
     def __init__(self,
         text:str,
         whole:bool=True,  # whether the weights are those of a step's end, so that they can be saved
+        silent=(),  # ranks of which nothing is heard, where it failed for want of them
     ):
         super().__init__(text)
-        self.whole = whole
+        self.whole, self.silent = whole, tuple(silent)
 
 # %% ../nbs/00_core.ipynb #a81d6f55
 def nearest(

@@ -75,10 +75,8 @@ class ProcessGroup:
             why = re.sub(r"^\[[^]]*\.cc:\d+\]\s*", "", str(e).splitlines()[0]).split(". ")[0]
             silent = self._silent(bool(re.search("time[d ]*out", str(e), re.I)))
             who = f"rank {', '.join(map(str, silent))}" if silent else "one of them"
-            error = RunFailed(f"rank {self.rank} of {self.size} does not reach the others any more, since {who} "
-                f"ended or hangs: {why:.200}")
-            error.silent = silent
-            raise error from e
+            raise RunFailed(f"rank {self.rank} of {self.size} does not reach the others any more, since {who} ended or "
+                f"hangs: {why:.200}", silent=silent) from e
 
     def _silent(self, late):
         "The ranks of which nothing is heard: of two the other, of more those that say not that they wait in vain too."
