@@ -136,7 +136,7 @@ def accepted(command, option):
     argv = dict(predict=["predict"], evaluate=["evaluate"], export=["export"], fork=["fork"], demo=["demo"], selftest=["selftest"])
     if command in ("train", "check"):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
-        return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else {"processes", "restarts", "rank_wait", "run_dir"})
+        return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else {"processes", "parallel", "restarts", "rank_wait", "run_dir"})
     argv |= dict(compare=["compare"], notebook=["notebook"], prove=["prove"], forecast=["forecast"], deploy=["deploy"])
     if command not in argv: return False
     if command == "deploy" and accepted("train", option): return True  # "what else follows is that of medlab train"
