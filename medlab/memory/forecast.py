@@ -64,8 +64,10 @@ class Ledger(TorchDispatchMode):
     def __init__(self,
         building:bool=False,  # a network is built: `any` is answered with False
         processor:bool=False,  # count what convolutions unfold there, see `unfolds`
+        watch=None,  # hears `added`, `removed` and `brief` of every storage, as `memory.trace.Trace`; None: nobody
     ):
         super().__init__()
+        self.watch = watch
         self.building, self.processor, self.rows, self.anys = building, processor, {}, WeakIdKeyDictionary()
         self.live = {}  # storage → weak reference
         self.now, self.peak = 0, 0  # bytes
@@ -81,7 +83,7 @@ class Ledger(TorchDispatchMode):
             if isinstance(t, torch.Tensor): self.add(t)
         if n := unfolded_bytes(function, args, out):
             self.unfolded = max(self.unfolded, self.now + n)
-            if self.processor and unfolds(function, args): self.peak = max(self.peak, self.now + n)
+            if self.processor and unfolds(function, args): self.unfold(n)
         return out
 
 # %% ../../nbs/memory/09_forecast.ipynb #0c1312d6
@@ -109,9 +111,20 @@ def add(self:Ledger,
         "Take it off."
         del self.live[key]
         self.now -= n
+        if self.watch is not None: self.watch.removed(key)
 
     self.live[key], self.now = weakref.ref(storage, gone), self.now + n
     self.peak, self.unfolded = max(self.peak, self.now), max(self.unfolded, self.now)
+    if self.watch is not None: self.watch.added(key, n)
+
+
+@patch
+def unfold(self:Ledger,
+    n:int,  # bytes
+):
+    "Count what a convolution takes within itself, and gives back."
+    self.peak = max(self.peak, self.now + n)
+    if self.watch is not None: self.watch.brief(n)
 
 
 @patch
@@ -155,6 +168,7 @@ class StepPlan:
     optimizer:Callable = None  # function of parameters; None: AdamW, fused
     gpu:bool = True  # under autocast as on a GPU, and nothing is unfolded; False: as on the processor
     bind:bool = False  # `losses` is a function of the `System` that returns the losses, as `Recipe.bind_losses`
+    trace:object = None  # hears what lives when, see `memory.trace.Trace`; None: nobody
 
     def __post_init__(self):
         if self.precision not in PRECISIONS: raise UnknownName("precision", self.precision, PRECISIONS)
@@ -263,15 +277,22 @@ def _phases(self:StepPlan, system, losses, batch, ledger):
     moments = ledger.now - before - (_nbytes(trained) if self.accumulated else 0)
     (shadow, update), phases = self._average(system), {}
     ledger.mark()
+    if self.trace: self.trace.begin(system, batch, optimizer, shadow, self.beside)
+    enter = self.trace.enter if self.trace else lambda phase: None
+    enter("forward")
     loss = self._loss(losses, network, batch)
     phases["forward"] = ledger.mark()
+    enter("backward")
     loss.backward()
     del loss
     phases["backward"], gradients = ledger.mark(), _nbytes(p.grad for p in trained if p.grad is not None)
+    enter("optimizer")
     optimizer.step()
     phases["optimizer"] = ledger.mark()
+    if self.average or system.averages: enter("average")
     update()
     if self.average or system.averages: phases["average"] = ledger.mark()
+    if self.trace: self.trace.end()
     return phases, gradients, moments, _nbytes(shadow)
 
 # %% ../../nbs/memory/09_forecast.ipynb #27d236a5
@@ -286,7 +307,8 @@ def count(self:StepPlan,
         network, losses = system.model, self.losses(system) if self.bind else self.losses
         batch = tree_map_only(torch.Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype), dict(self.batch))
         with Ledger(): saved = kept_bytes(lambda: self._loss(losses, network, batch), network)
-        with Ledger(processor=not self.gpu) as ledger: phases, *held = self._phases(system, losses, batch, ledger)
+        with Ledger(processor=not self.gpu, watch=self.trace) as ledger:
+            phases, *held = self._phases(system, losses, batch, ledger)
     parameters, buffers = _nbytes(network.parameters()), _nbytes(network.buffers())
     beside = [_nbytes(t for n in nets for t in (*n.parameters(), *n.buffers())) for nets in (
         [a.network for a in system.averages.values()], system.frozen.values())]
@@ -299,7 +321,7 @@ def forecast(
     build,  # function without arguments that makes the network
     losses,  # function (network, batch) → {"loss": (b,)}, as a recipe's
     batch:dict,  # of a micro-batch; of its tensors only shape and dtype matter
-    **fields,  # of `StepPlan`: precision, checkpointing, average, accumulated, beside, optimizer, gpu
+    **fields,  # of `StepPlan`: precision, checkpointing, average, accumulated, beside, optimizer, gpu, trace
 ) -> Forecast:  # print it
     "Count what a training step takes; nothing is allocated. Raises `UserError` where the losses look at values."
     with _entered() as modules:
