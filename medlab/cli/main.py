@@ -624,7 +624,7 @@ def forecast(
     argv,  # RECIPE and options
 ) -> int:  # exit status
     "Say whether training would fit into memory, on each rank, before it is begun: forecast RECIPE --memory 80GB."
-    from medlab.cli.forecast import OWN, USAGE, forecast_in_words
+    from medlab.cli.forecast import OWN, USAGE, forecast_in_words, timeline_in_words
     words, argv = _own_words(OWN, argv)
     named = bool(argv) and not argv[0].startswith("-")
     name, argv = (argv[0], argv[1:]) if named else option_word(argv, "--recipe")
@@ -633,7 +633,9 @@ def forecast(
     if resumed_run(argv):
         raise UserError("forecast looks at a new run, not at one that goes on; of that trainer.forecast() tells")
     fields, knobs, rest = options(recipe_class(name), argv)
-    print_text(forecast_in_words(new_job(recipe_class(name), fields, rest).recipe, words, rest.get("device"), **knobs))
+    made = forecast_in_words(new_job(recipe_class(name), fields, rest).recipe, words, rest.get("device"), **knobs)
+    print_text(made)
+    if words.get("timeline"): print_text(timeline_in_words(made, words["timeline"]))
     return 0
 
 # %% ../../nbs/cli/08_main.ipynb #589b28b8

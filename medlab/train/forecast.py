@@ -7,9 +7,11 @@ __all__ = ['PARALLEL', 'EXPECTED', 'MARGINS', 'bytes_of', 'few_phantoms', 'micro
            'at_most', 'verdict', 'largest_batch', 'forecast_recipe', 'forecast_trainer']
 
 # %% ../../nbs/train/13_forecast.ipynb #b84b0ee2
+import copy
 import math
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from html import escape
 
@@ -21,6 +23,8 @@ from ..batches.quarantine import Quarantine
 from ..core import UnknownName, UserError
 from ..memory.forecast import Forecast, Ledger, WithoutMemory, forecast, size_in_words
 from ..memory.savings import named_blocks
+from ..memory.sizes import LargestPatch, largest_patch, resized
+from ..memory.timeline import Timeline, memory_timeline
 from ..parallel.shards import largest_share
 from ..recipes.base import Recipe
 
@@ -146,9 +150,11 @@ class RunForecast:
     memory:float = None  # bytes of a rank; None: not asked
     fixes:dict = field(default_factory=dict)  # what is changed → (least, most) bytes, or why it cannot be counted
     largest:int = None  # samples of a micro-batch that fits; 0: none does; None: not asked
+    patch:LargestPatch = None  # the largest that fits at this batch size; None: not asked, or there is no image_size
     bandwidth:float = None  # bytes per second of a rank
     step_time:float = None  # s of a step without communication
     measured:tuple = ()  # (bytes, what they are) of steps that were made
+    recount:Callable = field(default=None, repr=False, compare=False)  # function of a title that gives a `Timeline`
 
     @property
     def least(self) -> float: "Bytes that are counted."; return self.ranks.peaks(self.step)[0]
@@ -184,6 +190,18 @@ def verdict(
     if memory is None or between[0] <= memory < between[1]: return None
     return between[1] <= memory
 
+# %% ../../nbs/train/13_forecast.ipynb #e7bdc71e
+@patch
+def timeline(self:RunForecast) -> Timeline:
+    """What lives when in the step, and who made it, of one process; shows itself. Raises `UserError` where knobs or
+    data were changed since."""
+    if self.recount is None: raise UserError("this forecast was put together by hand: ask forecast_recipe for one")
+    title = f"{self.recipe}, micro-batch of {self.batch_size}, {self.how}, on {self.device}; counted, not run"
+    made = self.recount(title)
+    if made.peak == self.step.peak: return made
+    raise UserError(f"a step takes {size_in_words(made.peak)} now, and {size_in_words(self.step.peak)} when it was "
+        "forecast: knobs were changed since; ask for the forecast again")
+
 # %% ../../nbs/train/13_forecast.ipynb #fb189196
 _ANSWERS = {True: "fits", False: "does not fit", None: "may fit: try it"}
 
@@ -197,6 +215,7 @@ def rows(self:RunForecast) -> list:  # of (name, text)
         ("expected", w(self.expected)), ("with convolutions' workspace, allocator and process", w(self.most))]
     if self.memory: out.append((f"in {w(self.memory)}", _ANSWERS[self.fits]))
     if self.largest is not None: out.append(("largest micro-batch that fits", f"{self.largest or 'none'}"))
+    if self.patch: out.append(("largest patch that fits", str(self.patch)))
     if self.measured: out.append((f"measured: {self.measured[1]}", f"{w(self.measured[0])}, "
         f"{self.measured[0] / self.least:.2f} times what is counted"))
     for k, v in self.fixes.items():
@@ -253,14 +272,22 @@ class _Counted:
     def __init__(self, recipe, batch, device):
         self.recipe, self.batch, self.device = recipe, batch, device
 
-    def __call__(self, n, precision, checkpointing):
-        "The forecast of a step of micro-batches of n samples."
+    def __call__(self, n, precision, checkpointing, count=forecast, **more):
+        "The forecast of a step of micro-batches of n samples, or what else is counted of it."
         r, k = self.recipe, self.recipe.knobs
         fused = dict(fused=True) if r.optimizer in ("Adam", "AdamW", "SGD", "Adagrad") else {}
         optimizer = lambda p: r.build_optimizer(p, lr=k.lr, **fused)
-        return forecast(r.build_system, r.bind_losses, of_samples(self.batch, n), bind=True, precision=precision,
+        return count(r.build_system, r.bind_losses, of_samples(self.batch, n), bind=True, precision=precision,
             checkpointing=checkpointing, average=k.ema is not None, optimizer=optimizer, gpu=self.device == "cuda",
-            accumulated=k.gradient_accumulation_steps > 1)
+            accumulated=k.gradient_accumulation_steps > 1, **more)
+
+    def at_size(self, size):
+        "The same for another image_size."
+        recipe = copy.copy(self.recipe)
+        recipe.knobs, recipe.image_size = self.recipe.knobs, size  # a copy leaves knobs behind
+        batch = resized(self.batch, self.recipe.image_size, size)
+        if "size" in batch: batch = recipe.prepare(batch | dict(size=[size] * len(batch["size"])), recipe.seed, 1)
+        return _Counted(recipe, batch, self.device)
 
     def on(self, ranks):
         "The ranks, with the sizes of what they divide."
@@ -286,6 +313,28 @@ def largest_batch(
         middle = (low + high) // 2
         low, high = (middle, high) if ok(middle) else (low, middle)
     return low
+
+# %% ../../nbs/train/13_forecast.ipynb #8cb366b6
+def _takes(recipe, size):
+    "Whether a recipe can be made with an image_size."
+    tokens = getattr(recipe, "patch", None)
+    if isinstance(tokens, tuple) and any(n % p for n, p in zip(size, tokens)): return False  # parts of tokens
+    try: replace(recipe, image_size=size)
+    except UserError: return False
+    return True
+
+
+def _patch_that_fits(made, count, asked):
+    "The `LargestPatch` of a forecast; None where a recipe has no image_size, or it is none of its own."
+    size, ranks = getattr(count.recipe, "image_size", None), made.ranks
+    if not isinstance(size, tuple): return None
+
+    def bytes_at(new):
+        "That a step takes for certain."
+        there = count.at_size(new)
+        return at_most((there.on(ranks) if ranks.divided else ranks).peaks(there(*asked)), count.device)
+
+    return largest_patch(size, made.most, made.memory, bytes_at, lambda new: _takes(count.recipe, new))
 
 # %% ../../nbs/train/13_forecast.ipynb #5080bb19
 def _fix_table(count, ranks, n, now):
@@ -326,7 +375,7 @@ def forecast_recipe(
     bandwidth=None,  # of a rank to the others, such as "300GB/s"; None: unknown
     step_time:float=None,  # s of a step without communication; None: unknown
     device:str="cuda",  # for which it is counted: "cuda" or "cpu"
-    fixes:bool=True,  # count what fixes save, and the largest batch
+    fixes:bool=True,  # count what fixes save, and the largest batch and patch
     **knobs,  # of a new run
 ) -> RunForecast:
     """Count what training a recipe takes; nothing of it is allocated but a micro-batch. Raises `UserError` for sizes
@@ -348,12 +397,15 @@ def _forecast_made(recipe, batch, ranks, device, fixes, **fields):
     ranks = count.on(ranks)
     how = f"{now[0]}, activations {'recomputed' if now[1] else 'kept'}"
     out = RunForecast(recipe.name, n, how, count(n, *now), ranks, device, **fields)
+    out.recount = lambda title: count(n, *now, memory_timeline, title=title)
     if not fixes: return out
     out.fixes = _fix_table(count, ranks, n, now)
     if not ranks.divided:
         shared = count.on(replace(ranks, gpus=max(8, ranks.gpus), parallel="zero1"))
         out.fixes[f"zero1 on {shared.gpus} ranks"] = (p := shared.peaks(out.step))[0], at_most(p, device)
-    if out.memory: out.largest = largest_batch(lambda n: ranks.peaks(count(n, *now)), out.memory, device)
+    if out.memory:
+        out.largest = largest_batch(lambda n: ranks.peaks(count(n, *now)), out.memory, device)
+        out.patch = _patch_that_fits(out, count, (n, *now))
     return out
 
 # %% ../../nbs/train/13_forecast.ipynb #b0080573

@@ -4,10 +4,16 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from medlab import recipes
-from medlab.train.forecast import forecast_recipe
+from medlab.core import UserError
+from medlab.memory.forecast import PHASES, Ledger
+from medlab.memory.timeline import CATEGORIES, _timeline
+from medlab.memory.trace import Trace
+from medlab.train.forecast import _Counted, _set_up, forecast_recipe
 
 PROGRAM = """
 import json, sys, tempfile
@@ -91,3 +97,91 @@ with tempfile.TemporaryDirectory() as folder, Trainer(made, folder + "/run", dev
     assert done.returncode == 0, done.stderr[-2000:]
     first, again = done.stdout.splitlines()[-1].split()
     assert int(first) == int(again) > 0
+
+
+class Checked(Trace):
+    "A trace that notes what the ledger has at each event, too."
+    ledger, seen = None, None
+
+    def _event(self, owner=None):
+        if self.seen is not None: self.seen.append(self.ledger.now)
+        return super()._event(owner)
+
+    def begin(self, *args):
+        super().begin(*args)
+        self.seen = []
+
+
+@pytest.fixture(scope="module", params=["FastDDPM", "Restoration", "Segmentation", "SliceInterpolation", "VJEPA3D"])
+def step(request, tmp_path_factory):
+    cls = getattr(recipes, request.param)
+    made, batch = _set_up(cls(**cls.tiny), {}, tmp_path_factory.mktemp("latents"))
+    return _Counted(made, batch, "cpu"), made.knobs.micro_batch or made.batch_size
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_timeline_is_what_the_ledger_counts(step, precision, again, monkeypatch):
+    count, n = step
+    add = Ledger.add
+
+    def own_add(self, t):
+        if self.watch is not None: self.watch.ledger = self
+        add(self, t)
+
+    monkeypatch.setattr(Ledger, "add", own_add)
+    with Checked() as trace: f = count(n, precision, again, trace=trace)
+    made = _timeline(trace)
+    kinds = lambda at: dict(zip(CATEGORIES, made.bytes[at].tolist()))
+    assert (made.total - made.bytes[:, [*CATEGORIES].index("unfolded by convolutions")] == trace.seen).all()
+    assert made.peak == f.peak and [int(made.total[made.phase == i].max()) for i in np.unique(made.phase)] == [
+        least for least, _ in f.phases.values()] and made.peak_phase in f.phases
+    first, last = kinds(0), kinds(-1)
+    assert (first["parameters"], first["optimizer state"], first["average"], first["teacher and frozen"]) == (
+        f.parameters, f.moments, f.average, f.teacher + f.frozen) and first["batch and buffers"] == f.others
+    assert last["gradients"] == f.gradients and last["activations"] == 0 and last["held after backward"] < 1000
+    end = kinds(np.flatnonzero(made.phase == PHASES.index("backward"))[0])["activations"]
+    assert abs(end - f.saved) < 0.05 * f.saved + 150_000, "what autograd keeps; the batch is no part of it here"
+    named = {k for k, _ in count.recipe.build_system().model.named_modules()}
+    assert {m for m in made.modules if "(" not in m} <= named and made.peak == sum(v.sum() for v in made.largest().values())
+    assert len(made.largest()) <= 8
+
+
+def test_a_module_that_hoards_is_named_at_the_peak(monkeypatch):
+    tiny = recipes.Segmentation(**recipes.Segmentation.tiny)
+    clean = forecast_recipe(tiny, device="cpu", fixes=False, precision="fp32").timeline()
+    build = recipes.Segmentation.build_model
+
+    def hoards(self, device=None):
+        net = build(self, device)
+        block = net.get_submodule(path)
+        forward = block.forward
+        block.forward = lambda x, *a: setattr(block, "kept", torch.zeros(2_000_000)) or forward(x, *a)
+        return net
+
+    path = [m for m in clean.modules if "(" not in m][-1]
+    monkeypatch.setattr(recipes.Segmentation, "build_model", hoards)
+    made = forecast_recipe(tiny, device="cpu", fixes=False, precision="fp32")
+    faulty = made.timeline()
+    assert next(iter(faulty.owners())) == path != next(iter(clean.owners())) and path in str(faulty)
+    assert "held after backward" in str(faulty) and "held after backward" not in str(clean)
+    assert faulty.peak == made.step.peak >= clean.peak + 8_000_000
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="knobs were changed since"): made.timeline()
+
+
+@pytest.mark.parametrize("name,step,asked,near", [("Restoration", (8, 8), "0.4GB", 1.0),
+    ("VJEPA3D", (2, 8, 8), "0.4GB", 1.05)])
+def test_the_largest_patch_fits_and_the_next_does_not(name, step, asked, near):
+    cls = getattr(recipes, name)
+    count = lambda fields, **kw: forecast_recipe(cls(**{**cls.tiny, **fields}), asked, device="cpu", precision="fp32", **kw)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("medlab.train.forecast.largest_batch", lambda *a: 1)
+        m.setattr("medlab.train.forecast._fix_table", lambda *a: {})
+        found = count({})
+    size = found.patch.size
+    assert found.patch.settled and found.patch.counts <= 8 and not found.patch.why
+    assert ("largest patch that fits", " × ".join(map(str, size))) in found.rows()
+    sized = lambda size: count(dict(image_size=size), fixes=False).most  # as a recipe of that size, with its own data
+    assert sized(size) <= near * found.memory < near**2 * sized(tuple(n + g for n, g in zip(size, step)))
