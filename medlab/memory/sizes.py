@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PARTS', 'COUNTS', 'side_steps', 'side_at', 'resized', 'LargestPatch', 'largest_patch']
 
-# %% ../../nbs/memory/12_sizes.ipynb #f1801400
+# %% ../../nbs/memory/12_sizes.ipynb #ed9f6aaf
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 
 from ..core import UserError
 
-# %% ../../nbs/memory/12_sizes.ipynb #c9f70748
+# %% ../../nbs/memory/12_sizes.ipynb #1a4058f0
 PARTS = 16  # of a side: the grid on which sizes lie
 
 
@@ -39,7 +39,7 @@ def side_at(
     "All sides scaled together, rounded down to their steps."
     return tuple(n if g is None else max(g, n * k // PARTS // g * g) for n, g in zip(size, steps))
 
-# %% ../../nbs/memory/12_sizes.ipynb #f7d43046
+# %% ../../nbs/memory/12_sizes.ipynb #722b4b41
 def resized(
     batch:dict,  # of a micro-batch
     size:tuple, new:tuple,  # sides of its patch, and others, voxels
@@ -59,7 +59,7 @@ def resized(
     made = lambda k, v: torch.empty(shape(k, v), dtype=v.dtype, device="meta")
     return {k: made(k, v) if torch.is_tensor(v) else v for k, v in batch.items()}
 
-# %% ../../nbs/memory/12_sizes.ipynb #b2e34346
+# %% ../../nbs/memory/12_sizes.ipynb #7127a948
 COUNTS = 8  # at most
 
 
@@ -85,7 +85,7 @@ def _target(points, memory, d):
     slope = (y - base) / (k**d - other**d)
     return (max(1, k**d + (memory - y) / slope) if slope > 0 else k**d) ** (1 / d)
 
-# %% ../../nbs/memory/12_sizes.ipynb #2a3ebef1
+# %% ../../nbs/memory/12_sizes.ipynb #b5798ae2
 class _Search:
     "The sizes that were counted, in sixteenths of the sides, and which is next."
 
@@ -110,7 +110,7 @@ class _Search:
         between = [k for k in range(low + 1, high) if self.at(k) not in known]
         return low, next((k for k in sorted(between, key=lambda k: abs(k - int(target))) if self.taken(k)), None)
 
-# %% ../../nbs/memory/12_sizes.ipynb #21d0a1c9
+# %% ../../nbs/memory/12_sizes.ipynb #fea0ab38
 def largest_patch(
     size:tuple,  # sides that are taken, voxels
     now:float,  # bytes that they take
