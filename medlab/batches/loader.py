@@ -74,6 +74,7 @@ class BatchLoader:
         self.first, self.one_size = First(len(self.dataset)), OneSize(self.dataset.dataset)
         self.held_out = HeldOut(recipe.split, self.dataset.dataset)
         self.begin_at, self.begin_sizes = None, None  # samples seen and sizes before the step that was begun last
+        self.make_sampler = ResumableSampler  # or what stands for it
 
 # %% ../../nbs/batches/05_loader.ipynb #ec0f0a1e
 @patch
@@ -99,7 +100,7 @@ def seek(self:BatchLoader,
 def _place(self:BatchLoader, samples_seen):
     self.batches, self.begun, self.samples_seen = None, False, samples_seen  # its workers end before others begin
     self._drop_ahead()
-    self.sampler = ResumableSampler(len(self.dataset), self.recipe.batch_size, self.seed, samples_seen, self.ranks,
+    self.sampler = self.make_sampler(len(self.dataset), self.recipe.batch_size, self.seed, samples_seen, self.ranks,
         self.rank)
     self._leave_out()
 

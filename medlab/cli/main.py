@@ -763,9 +763,9 @@ def check(argv) -> int:
     from medlab.preflight.remembered import reread
     with reread(rest["reread"]):
         rehearse(job.recipe, job.run, lambda trainer: _describe(trainer, job.target, job.run), rest.get("device"),
-            rest.get("threads"), minutes=rest["check_minutes"], files=files, **knobs)
+            rest.get("threads"), minutes=rest["check_minutes"], files=files, speed=rest["speed"], **knobs)
     for spelling in ("--check-minutes", "--check_minutes", "--csv", "--html"): argv = option_word(argv, spelling)[1]
-    argv = [w for w in argv if w != "--reread"]
+    argv = [w for w in argv if w not in ("--reread", "--speed")]
     print_text(f"{command_line(name, *_data_of(argv, fields))} would start")
     return 0
 

@@ -154,7 +154,10 @@ def _add_check_options(p):
     p.add_argument("--csv", type=str, metavar="FILE", help="file for a table with a line for each case")
     p.add_argument("--html", type=str, metavar="FILE", help="file for a page with a picture of each case")
     p.add_argument("--check_minutes", type=float, default=5.0, metavar="MINUTES",
-        help="for which the samples of a recipe of one's own are read, at most; default %(default)g")
+        help="for which the samples of a recipe of one's own are read, at most, and for which --speed measures; "
+            "default %(default)g")
+    p.add_argument("--speed", action="store_true", help="also measure how many samples per second come from the files "
+        "and from the caches, and how many a step takes; at most 200 samples a pass")
 
 # %% ../../nbs/cli/00_options.ipynb #5b412700
 SHOWN = dict(few=0, fields=1, all=2)  # sizes of the help: of any recipe; its fields, too; its knobs, too
@@ -244,7 +247,7 @@ def listed(
 
 
 _COMMON = ("config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "reread", "set", "help")
-_OF_CHECK, _OF_TRAIN = ("check_minutes", "csv", "html"), ("processes", "parallel", "restarts", "rank_wait")
+_OF_CHECK, _OF_TRAIN = ("check_minutes", "csv", "html", "speed"), ("processes", "parallel", "restarts", "rank_wait")
 
 
 def normal_options(
