@@ -55,8 +55,11 @@ def content_of(
     "What files hold; raises `OSError` and `UserError` where one cannot be read."
     stats = stat_of(files)
     if content := cache.remembered(stats): return content, stats
-    content = content_hash(files)
-    if settled(stats):
+    if not settled(stats) or cache.trouble: return content_hash(files), stats
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, TimeoutError): held.enter_context(cache.lock_of(digest_of(stats)))
+        if content := cache.remembered(stats): return content, stats  # another process has read them meanwhile
+        content = content_hash(files)
         with contextlib.suppress(OSError): cache.remember(stats, content)
     return content, stats
 

@@ -26,6 +26,7 @@ from ..core import UnknownName, UserError, at_line, places_of
 from ..data.split import Split, split_cases
 from ..knobs.fixes import FIXES
 from ..knobs.knobs import Knobs
+from ..parallel.launch import ranks_here
 from ..probes.tasks import read_labels
 from .table import Table
 from .use import ALIKE, Use, output_file
@@ -112,6 +113,12 @@ def preset(cls:Recipe,
 def dataset(self:Recipe):  # a list, or a `torch.utils.data.Dataset`; see `batches.loading.read_sample`
     "The training samples, each a dict whose key `case` names it; sizes agree within a batch."
     raise NotImplementedError(f"{type(self).__name__} must define dataset()")
+
+# %% ../../nbs/recipes/00_base.ipynb #82902123
+@patch
+def cache_bytes(self:Recipe) -> int:
+    "Bytes that each process that loads may keep: its share of `cache_gb`, which is for all those of a machine."
+    return int(getattr(self, "cache_gb", 0.0) * 2**30 / (max(1, self.workers) * ranks_here()))
 
 # %% ../../nbs/recipes/00_base.ipynb #fdd2b9d2
 @patch

@@ -108,7 +108,7 @@ class Codec(Recipe):
                      # stacks at right angles, gaps between slices filled (as usual, or to so many mm), one of several
                      # stacks; with fill=-1000 where no slice measured anything; "": none of it
     phantoms: int = 32  # number of synthetic volumes where there is no data_root
-    cache_gb: float = 2.0  # for loaded volumes, per process; 0: none
+    cache_gb: float = 2.0  # for loaded volumes, in all loading processes of a machine together; 0: none
     batch_size: int = 1
 
     name, Knobs = "codec", CodecKnobs
@@ -204,7 +204,7 @@ def setup(self:Codec, split=None) -> dict:
 @patch
 def data(self:Codec, names) -> CropDataset:
     "A dataset of some of the volumes."
-    return CropDataset([self.cases[n] for n in names], self.image_size, int(self.cache_gb * 2**30))
+    return CropDataset([self.cases[n] for n in names], self.image_size, self.cache_bytes())
 
 
 @patch

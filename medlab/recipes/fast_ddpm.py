@@ -91,7 +91,7 @@ class FastDDPM(Recipe):
     test: float = 0.15  # share of the cases held out for the end
     limit: int = 0  # use only the first so many cases; 0: all
     phantoms: int = 64  # number of synthetic cases where there is no data_root
-    cache_gb: float = 2.0  # for prepared cases, per process; 0: none
+    cache_gb: float = 2.0  # for prepared cases, in all loading processes of a machine together; 0: none
     batch_size: int = 1
     optimizer: str = "Adam"
 
@@ -193,8 +193,8 @@ def data(self:FastDDPM,
     names,  # names of cases
 ) -> ModalityDataset:
     "A dataset of some of the cases."
-    cases, cache = [self.cases[n] for n in names], int(self.cache_gb * 2**30)
-    return ModalityDataset(cases, self.modalities, self.image_size, self.mode, cache, self.resample)
+    cases = [self.cases[n] for n in names]
+    return ModalityDataset(cases, self.modalities, self.image_size, self.mode, self.cache_bytes(), self.resample)
 
 
 @patch

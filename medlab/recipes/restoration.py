@@ -129,7 +129,7 @@ class Restoration(Recipe):
     val: float = 0.15  # share of the cases held out for validation, where folders make no split
     test: float = 0.15  # share of the cases held out for the end
     phantoms: int = 64  # number of synthetic cases where there is no data_root
-    cache_gb: float = 2.0  # for loaded cases, per process; 0: none
+    cache_gb: float = 2.0  # for loaded cases, in all loading processes of a machine together; 0: none
     batch_size: int = 4
 
     name, Knobs = "restoration", RestorationKnobs
@@ -250,8 +250,7 @@ def data(self:Restoration,
 ) -> PairDataset:
     "A dataset of some of the pairs."
     pairs = [self.cases[n] for n in names] or [PhantomPair(0, (8,) * self.spatial_dims, self.depth)]
-    cache = int(self.cache_gb * 2**30)
-    return PairDataset(pairs, self.image_size, self.spatial_dims, self.degradation, self.depth, cache)
+    return PairDataset(pairs, self.image_size, self.spatial_dims, self.degradation, self.depth, self.cache_bytes())
 
 
 @patch

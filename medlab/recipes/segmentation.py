@@ -139,7 +139,7 @@ class Segmentation(Recipe):
     val: float = 0.15  # share of the cases held out for validation, where a list makes no split
     test: float = 0.15  # share of the cases held out for the end
     phantoms: int = 64  # number of synthetic cases where there is no data_root
-    cache_gb: float = 2.0  # for loaded cases and their maps, in all loading processes together; 0: none
+    cache_gb: float = 2.0  # for loaded cases and their maps, in all loading processes of a machine together; 0: none
     batch_size: int = 2
 
     name, Knobs = "segmentation", SegmentationKnobs
@@ -315,7 +315,7 @@ def data(self:Segmentation,
 ) -> PatchDataset:
     "A dataset of some of the cases, whose caches share what is granted by what a voxel takes."
     image, maps = 4 * self.channels + 1, 2 * (len(self.table) - 1) * self.maps
-    granted = self.cache_gb * 2**30 / max(1, self.workers) / (image + maps)
+    granted = self.cache_bytes() / (image + maps)
     return PatchDataset([self.cases[c] if isinstance(c, str) else c for c in cases], self.table, self.image_size,
         self.scale, self.channels, self.foreground, self.max_distance if self.maps else None, resample=self.resample,
         cache_bytes=int(granted * image), map_bytes=int(granted * maps), **kw)

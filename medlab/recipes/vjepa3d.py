@@ -118,7 +118,7 @@ class VJEPA3D(Recipe):
     test: float = 0.15  # share of the patients held out for the end
     limit: int = 0  # use only the first so many volumes; 0: all
     phantoms: int = 24  # synthetic patients, with a scan of each eye, where there is no data_root
-    cache_gb: float = 2.0  # for loaded volumes, per process; 0: none
+    cache_gb: float = 2.0  # for loaded volumes, in all loading processes of a machine together; 0: none
     labels: str = ""  # CSV with the column case or patient, and one of labels; of phantoms "lesion" or "texture":
                       # validation asks neighbours; "": none
     target: str = ""  # column of the labels; "": label, or the only one
@@ -140,7 +140,7 @@ class VJEPA3D(Recipe):
         self.trained = ()  # patients whose scans are trained on
         self.taken_over = None  # `LoadReport` of public weights
         self.shapes = set()  # (z, y, x) voxels of the scans in which masks were tried
-        self.volumes = ByteCache(int(self.cache_gb * 2**30))  # loaded scans, of all its datasets
+        self.volumes = ByteCache(self.cache_bytes())  # loaded scans, of all its datasets
         _check_fields(self)
 
     def initial_knobs(self):

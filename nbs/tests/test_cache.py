@@ -2,6 +2,7 @@
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -134,6 +135,57 @@ def test_two_loading_processes_share_what_each_has_decoded(root, on, tmp_path):
     cache = on()
     assert trained(new(), tmp_path / "b", workers=2) == truth
     assert len(cache.entries()) == 6 and not any(e.part for e in cache.entries())  # a volume and its maps for each head
+
+
+RANKS = 2
+
+
+def as_rank(rank, root, sizes, start, results):
+    "What one of several ranks of a machine does in two epochs over all cases, all of them at once; a process of its own."
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost")
+    torch.set_num_threads(1)
+    recipe, done, whole, hashed = RECIPES["segmentation"](root), dict(decoded=0, hashed=0), PatchDataset.whole, kept.content_hash
+    recipe.workers, recipe.cache_gb = 2, 0.5
+
+    def counted(name, function):
+        def call(*args, **kw):
+            done[name] += 1
+            time.sleep(0.2)  # the other one comes meanwhile
+            return function(*args, **kw)
+        return call
+
+    PatchDataset.whole, kept.content_hash = counted("decoded", whole), counted("hashed", hashed)
+    for place, gb in sizes:
+        os.environ |= dict(MEDLAB_CACHE=str(place), MEDLAB_CACHE_GB=gb)
+        done |= dict(decoded=0, hashed=0)
+        cases, cache, most, made = dataset(root / "data"), named_folder(), 0, {}
+        start.wait(120)
+        for i in range(2 * len(cases)):
+            made[i % len(cases)] = digest(cases[i % len(cases), 7])
+            with folder_module._locked(cache.folder, "room", 30): there = cache.entries()  # nobody makes room meanwhile
+            most = max(most, sum({e.path.name.strip(".")[:32]: e.size for e in there}.values()))
+        results.put((gb, dict(done, made=made, most=most, granted=recipe.cache_bytes(), counts=dict(cache.counts), trouble=cache.trouble)))
+
+
+@pytest.mark.timeout(300)  # on a busy machine the ranks take a while to start
+def test_ranks_of_a_machine_share_one_cache(root, tmp_path):
+    """Each case is hashed, decoded and written once, whoever comes first; the limits, of the folder and of `cache_gb`, are
+    those of all ranks together."""
+    truth = {i: digest(dataset(root, 1 << 30)[i, 7]) for i in range(3)}
+    time.sleep(2.1)  # so that the files are known by their times
+    context, sizes = multiprocessing.get_context("spawn"), [(tmp_path / "wide", ""), (tmp_path / "small", "7e-4")]
+    start, results = context.Barrier(RANKS), context.Queue()
+    processes = [context.Process(target=as_rank, args=(r, tmp_path, sizes, start, results)) for r in range(RANKS)]
+    for p in processes: p.start()
+    found = [results.get(timeout=200) for _ in range(2 * RANKS)]
+    for p in processes: p.join(60)
+    assert [p.exitcode for p in processes] == [0] * RANKS and all(f["made"] == truth and not f["trouble"] for _, f in found)
+    wide, small = [f for gb, f in found if not gb], [f for gb, f in found if gb]
+    total = {k: sum(f[k] for f in wide) for k in ("decoded", "hashed")} | {k: sum(f["counts"].get(k, 0) for f in wide) for k in ("written", "damaged", "no room")}
+    assert total == dict(decoded=3, hashed=3, written=6, damaged=0, **{"no room": 0}), total
+    granted = sum(2 * f["granted"] for f in wide)  # two loading processes of each
+    assert 0 <= 0.5 * 2**30 - granted < 100
+    assert 0 < max(f["most"] for f in small) <= 7e5 and sum(f["counts"].get("no room", 0) for f in small)
 
 
 def rewritten(path, add):
