@@ -103,6 +103,29 @@ def test_the_data_are_read_once(root, monkeypatch):
     assert calls == ["inspect_pairs", "inspect_all"]
 
 
+@pytest.mark.parametrize("workers,kept", [(0, True), (2, False)])
+def test_the_speed_of_loading(root, tmp_path, monkeypatch, workers, kept):
+    "From files, with the user's cache neither used nor spoiled, and with none; the command at the end is that of training."
+    users = tmp_path / "users"
+    monkeypatch.setenv("MEDLAB_CACHE", str(users) if kept else "off")
+    argv = ("check", "restoration", "--data-root", root / "signed", *TINY, "--noise", "gaussian", "--workers", workers, "--check-minutes", "1")
+    assert said(*argv)[0] == 0
+    held = sorted(users.glob("??/*"))  # of the first batch
+    status, out, err = said(*argv, "--speed")
+    assert status == 0 and out.splitlines()[-1].endswith(" would start") and "--speed" not in out.splitlines()[-1], (out, err)
+    lines = out[out.index("speed of loading"):].splitlines()
+    rates = [float(l.split(": ")[-1].split()[0]) for l in lines if " samples/s (" in l and " a step on " not in l]
+    assert lines[0] == f"speed of loading with workers={workers}, at most 200 samples or 12 s a pass:" and min(rates) > 0, out
+    assert "from the files, with empty caches" in lines[1] and "again, from the cache (in memory, cache_gb=2" in lines[2], out
+    assert (f" and in {users}, " in lines[2]) == kept and not list(users.glob("speed-*")) and sorted(users.glob("??/*")) == held, out
+    assert any(l.startswith("  a step on cpu takes ") for l in lines) and any(l.startswith("loading ") for l in lines), out
+
+
+def test_the_speed_needs_time(root):
+    status, out, err = said("check", "restoration", "--data-root", root / "signed", *TINY, "--noise", "none", "--speed", "--check-minutes", "0")
+    assert status == 2 and "--check-minutes 0.0 must be above 0" in err, err
+
+
 # hints
 
 def hints():
@@ -136,7 +159,7 @@ def accepted(command, option):
     argv = dict(predict=["predict"], evaluate=["evaluate"], export=["export"], fork=["fork"], demo=["demo"], selftest=["selftest"])
     if command in ("train", "check"):
         names = {n for r in RECIPES for n in known_keys(recipe_class(r))} | {"config", "recipe", "resume", "use_wandb", "tensorboard", "debug", "set", "help"}
-        return option.replace("-", "_") in names | ({"check_minutes"} if command == "check" else {"processes", "parallel", "restarts", "rank_wait", "run_dir"})
+        return option.replace("-", "_") in names | ({"check_minutes", "speed"} if command == "check" else {"processes", "parallel", "restarts", "rank_wait", "run_dir"})
     argv |= dict(compare=["compare"], notebook=["notebook"], prove=["prove"], forecast=["forecast"], deploy=["deploy"])
     if command not in argv: return False
     if command == "deploy" and accepted("train", option): return True  # "what else follows is that of medlab train"
@@ -144,7 +167,7 @@ def accepted(command, option):
 
 
 OF_FILE = {  # who prints what a module says: all of them must take what it recommends
-    "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "cli/forecast.py": ("forecast",), "cli/fork.py": ("fork",), "cli/prove.py": ("prove",), "prove/plan.py": ("prove",), "prove/start.py": ("prove",),
+    "recipes/origin.py": ("train", "evaluate", "predict", "export"), "export/own.py": ("export",), "export/folder.py": ("export",), "cli/check.py": ("check",), "batches/speed.py": ("check",), "cli/forecast.py": ("forecast",), "cli/fork.py": ("fork",), "cli/prove.py": ("prove",), "prove/plan.py": ("prove",), "prove/start.py": ("prove",),
     "cli/pace.py": ("train",), "cli/ranks.py": ("train",), "parallel/launch.py": ("train",), "cli/options.py": ("train", "check"), "train/process.py": ("train",), "train/ranks.py": ("train",), "train/trainer.py": ("train",), "run/writer.py": ("train",),
     "cli/deploy.py": ("deploy",), "deploy/checks.py": ("deploy",), "deploy/plan.py": ("deploy",), "deploy/containers.py": ("deploy",), "rebuild/config.py": ("notebook",), "rebuild/code.py": ("notebook",)}
 
