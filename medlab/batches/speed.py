@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOST', 'drop_pages', 'dataset_files', 'emptied', 'own_cache', 'Plan', 'PlannedSampler', 'Unprepared', 'Pass',
-           'Passes', 'keys_of', 'Loading', 'measure_loading', 'pass_line', 'verdict']
+           'Passes', 'keys_of', 'Loading', 'measure_loading', 'in_figures', 'pass_line', 'verdict']
 
 # %% ../../nbs/batches/06_speed.ipynb #338a9593
 import contextlib
@@ -269,12 +269,19 @@ def measure_loading(
     return Loading(first, again, stored, str(place or ""), tuple(dict.fromkeys(filter(None, notes))))
 
 # %% ../../nbs/batches/06_speed.ipynb #565baeea
+def in_figures(
+    value:float,  # ≥ 0
+) -> str:
+    "Two or three figures, without an exponent where the number is large."
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def pass_line(
     name:str,  # what was read
     done:Pass,
 ) -> str:
     "A pass in a line."
-    return f"  {name}: {done.rate:.3g} samples/s ({done.samples} in {done.seconds:.2g} s)"
+    return f"  {name}: {in_figures(done.rate)} samples/s ({done.samples} in {done.seconds:.2g} s)"
 
 
 def _lacks(recipe, rate, need, cores):
@@ -291,7 +298,8 @@ def _disk(loading, trial):
     "What a cache on disk does, or could do, as half sentences."
     if loading.place: return [f"a faster disk for {VARIABLE} (it is {loading.place})"] * bool(loading.stored)
     if not trial or not trial.stored or trial.again.rate <= loading.again.rate: return []
-    return [f"export {VARIABLE}=FOLDER, on a fast disk (in {trial.place} it gave {trial.again.rate:.3g} samples/s)"]
+    rate = in_figures(trial.again.rate)
+    return [f"export {VARIABLE}=FOLDER, on a fast disk (in {trial.place} it gave {rate} samples/s)"]
 
 # %% ../../nbs/batches/06_speed.ipynb #2d9f4a28
 def verdict(
@@ -303,12 +311,13 @@ def verdict(
 ) -> list:  # lines
     "Whether loading keeps up, what to change where it does not, and how many ranks it feeds."
     ratio, cores = loading.again.rate / need, cores or os.cpu_count() or 1
-    ranks, times = math.floor(ratio), f"{ratio:.2g} times"
+    ranks, times = math.floor(ratio), f"{in_figures(ratio)} times"
     if ratio >= 1:
         lines = [f"loading keeps up: {times} as many samples come as steps take; ranks of one machine that share this "
             f"disk and this cache: up to {ranks} can be fed"]
-        if loading.files.rate < need: lines.append(f"in the first epoch, with empty caches, it does not: "
-            f"{loading.files.rate / need:.2g} times as many")
+        first = loading.files.rate / need
+        if first < 1:
+            lines.append(f"in the first epoch, with empty caches, it does not: {in_figures(first)} times as many")
     else:
         lines = [f"loading does not keep up: only {times} as many samples come as steps take, and a device stands idle "
             f"for {1 - ratio:.0%} of the time; not even one rank is fed"]

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from tqdm import tqdm
 
 from ..batches.loading import Fault, First, OneSize, not_finite, unlike_in_words
-from ..batches.speed import MOST, Passes, dataset_files, measure_loading, pass_line, verdict
+from ..batches.speed import MOST, Passes, dataset_files, in_figures, measure_loading, pass_line, verdict
 from ..cache.folder import named_folder
 from ..core import UserError, command_words, print_text, with_own_line
 from ..preflight.page import why_not_written
@@ -210,8 +210,8 @@ def measure_speed(
     for line in (pass_line(name, loading.files), pass_line(again, loading.again)): say(line)
     for note in notes: say(f"  ({note})")
     need, trial = step_need(t, seconds), None
-    say(f"  a step on {t.device} takes {need.rate:.3g} samples/s ({need.samples} in {need.seconds:.3g} s, the median "
-        f"of {need.steps} with samples in memory)")
+    say(f"  a step on {t.device} takes {in_figures(need.rate)} samples/s ({need.samples} in {need.seconds:.3g} s, the "
+        f"median of {need.steps} with samples in memory)")
     if loading.again.rate < need.rate and files and not cache:
         trial = measure(tempfile.gettempdir())
         if trial.stored: say(pass_line(f"with a cache on disk, in {trial.place}", trial.again))

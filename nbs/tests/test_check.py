@@ -114,7 +114,7 @@ def test_the_speed_of_loading(root, tmp_path, monkeypatch, workers, kept):
     status, out, err = said(*argv, "--speed")
     assert status == 0 and out.splitlines()[-1].endswith(" would start") and "--speed" not in out.splitlines()[-1], (out, err)
     lines = out[out.index("speed of loading"):].splitlines()
-    rates = [float(l.split(": ")[-1].split()[0]) for l in lines if " samples/s (" in l and " a step on " not in l]
+    rates = [float(l.split(": ")[-1].split()[0].replace(",", "")) for l in lines if " samples/s (" in l and " a step on " not in l]
     assert lines[0] == f"speed of loading with workers={workers}, at most 200 samples or 12 s a pass:" and min(rates) > 0, out
     assert "from the files, with empty caches" in lines[1] and "again, from the cache (in memory, cache_gb=2" in lines[2], out
     assert (f" and in {users}, " in lines[2]) == kept and not list(users.glob("speed-*")) and sorted(users.glob("??/*")) == held, out
