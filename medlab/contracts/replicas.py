@@ -79,8 +79,8 @@ class Replicas(Protocol):
     def sum(self, values):
         "The sum of a tensor over the replicas, in its place."
 
-    def share(self, item) -> list:
-        "What every replica gives, by rank."
+    def share(self, item, at:str="a meeting") -> list:
+        "What every replica gives, by rank; raises `UserError` everywhere where one is `at` something else."
 
     def first(self, call):
         "What `call()` returns on rank 0, which alone calls it; what it refuses there is raised everywhere."

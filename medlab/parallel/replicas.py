@@ -40,7 +40,7 @@ class OneProcess:
     def keeps(self, p): "It does."; return True
     def gather(self, kept): "What it keeps."; return kept
     def sum(self, values): "The values."; return values
-    def share(self, item): "Its own."; return [item]
+    def share(self, item, at=""): "Its own."; return [item]
     def first(self, call): "What the call returns."; return call()
     def together(self, call): "What the call returns."; return call()
 
@@ -221,7 +221,8 @@ def gather(self:ProcessGroup,
     if not self.sharded: return kept
     large = lambda v: torch.is_tensor(v) and v.numel() > 1
     told = lambda v: v.to("meta") if large(v) else v.cpu() if torch.is_tensor(v) else v
-    heard = self.share({k: {n: told(v) for n, v in values.items()} for k, values in kept.items()})
+    own = {k: {n: told(v) for n, v in values.items()} for k, values in kept.items()}
+    heard = self.share(own, "a checkpoint")
     if self.rank:
         for v in (v for values in kept.values() for v in values.values() if large(v)): self._pass(v, 0)
         return kept
@@ -244,11 +245,18 @@ def _pass(self:ProcessGroup, t, rank):
 @patch
 def share(self:ProcessGroup,
     item,  # what can be pickled
+    at:str="a meeting",  # what this rank is doing
 ) -> list:  # by rank
-    "What every rank gives. Raises `RunFailed` where one of them is gone."
+    """What every rank gives. Raises `RunFailed` where one of them is gone, and `UserError` on all of them where one is
+    doing something else."""
     every = [None] * self.size
-    self.reach(dist.all_gather_object, every, item)
-    return every
+    self.reach(dist.all_gather_object, every, (at, item))
+    places = [place for place, _ in every]
+    if len(set(places)) > 1:
+        found = "; ".join(f"rank {r}: {place}" for r, place in enumerate(places))
+        raise UserError(f"the ranks do not do the same ({found}): each has to call the same methods of its trainer in "
+            "the same order, and with parallel='zero1' save() too")
+    return [item for _, item in every]
 
 # %% ../../nbs/parallel/02_replicas.ipynb #39116ae5
 @patch
@@ -260,7 +268,8 @@ def first(self:ProcessGroup,
     if not self.rank:
         try: found = call()
         except Exception as e: error = e
-    value, refused, why = self.share((found, isinstance(error, UserError), "" if error is None else str(error)))[0]
+    own = found, isinstance(error, UserError), "" if error is None else str(error)
+    value, refused, why = self.share(own, "what rank 0 does for all")[0]
     if error: raise error
     if refused: raise UserError(why)
     if why: raise RunFailed(f"rank 0 could not go on: {why}")
@@ -276,7 +285,8 @@ def together(self:ProcessGroup,
     found, error = None, None
     try: found = call()
     except Exception as e: error = e
-    told = self.share((isinstance(error, UserError), "" if error is None else f"{type(error).__name__}: {error}"))
+    own = isinstance(error, UserError), "" if error is None else f"{type(error).__name__}: {error}"
+    told = self.share(own, "what each does for itself")
     if error: raise error
     bad = [(r, *t) for r, t in enumerate(told) if t[1]]
     if bad: raise (UserError if bad[0][1] else RunFailed)(f"rank {bad[0][0]} could not go on: {bad[0][2]}")

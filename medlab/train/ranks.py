@@ -177,7 +177,7 @@ def refuse_apart(
     facts:dict,  # name → what has to be the same on every rank; can be pickled
 ):
     "Raise `UserError` on all ranks where one does not begin as rank 0 does, naming what differs."
-    first, *others = replicas.share(facts)
+    first, *others = replicas.share(facts, "the start of training")
     for rank, found in enumerate(others, 1):
         apart = [f"{k} is {found[k]!r:.80} and {v!r:.80} on rank 0" for k, v in first.items() if found[k] != v]
         if not apart: continue

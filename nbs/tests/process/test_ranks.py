@@ -59,6 +59,12 @@ def rank(number, folder, parallel):
     for name, how, recipe in (("ways", ("ddp", parallel)[number], Half()), ("fsdp", "fsdp", Half()), ("steps for all", "zero1", Own())):
         try: trainer(f"{folder}/{name}", recipe, gradient_accumulation_steps=2, parallel=how).close()
         except UserError as e: apart[name] = str(e)
+    with trainer(f"{folder}/alone", Half(), gradient_accumulation_steps=2, parallel=parallel) as t:
+        t.fit(2, progress=False)
+        try:
+            if not number: t.save()
+            t.fit(2, progress=False)
+        except UserError as e: apart["alone"] = str(e)
     print(json.dumps(dict(name="apart") | apart))
     dist.destroy_process_group()
 
@@ -111,6 +117,8 @@ def test_ranks_that_would_part_are_refused(outcomes):
         assert "each layer within the passes" in told["fsdp"] and "MySGD may look at all of them: take an optimizer of torch.optim" in told["steps for all"]
         if outcomes[2] == "zero1": assert "parallel is 'zero1' and 'ddp' on rank 0" in told["ways"]
         else: assert "ways" not in told
+        if outcomes[2] == "zero1": assert "the ranks do not do the same (rank 0: a checkpoint; rank 1: the start of training)" in told["alone"]
+        else: assert "alone" not in told, "rank 0 has all of it"
 
 
 if __name__ == "__main__": rank(int(sys.argv[1]), *sys.argv[2:])
