@@ -101,24 +101,28 @@ class Ranks:
     @property
     def gathers(self) -> bool: "Whether blocks are put together to run."; return "parameters" in self.divided
 
-    def held(self,
-        f:Forecast,
-    ) -> dict:  # name → bytes on a rank
-        "What a rank holds between steps, and for communication."
-        share = self.share if self.share and not self.gathers else 1 / self.gpus
-        part = lambda k: math.ceil(getattr(f, k) * (share if k in self.divided else 1))
-        out = {k: part(k) for k in ("parameters", "gradients", "moments", "average")}
-        out |= {k: getattr(f, k) for k in ("teacher", "frozen", "others")}
-        if self.gpus == 1: return out
-        return out | dict(communication=2 * self.largest + self.rest if self.gathers else f.gradients)
+# %% ../../nbs/train/13_forecast.ipynb #db0a3bdb
+@patch
+def held(self:Ranks,
+    f:Forecast,
+) -> dict:  # name → bytes on a rank
+    "What a rank holds between steps, and for communication."
+    share = self.share if self.share and not self.gathers else 1 / self.gpus
+    part = lambda k: math.ceil(getattr(f, k) * (share if k in self.divided else 1))
+    out = {k: part(k) for k in ("parameters", "gradients", "moments", "average")}
+    out |= {k: getattr(f, k) for k in ("teacher", "frozen", "others")}
+    if self.gpus == 1: return out
+    return out | dict(communication=2 * self.largest + self.rest if self.gathers else f.gradients)
 
-    def sent(self,
-        f:Forecast,
-    ) -> float:  # bytes
-        """What a rank sends in a step, by rings: gradients twice with DDP; parameters too with ZeRO-1; parameters twice
-        and gradients with FSDP."""
-        times = dict(ddp=(0, 2), zero1=(1, 2), fsdp=(2, 1))[self.parallel]
-        return (self.gpus - 1) / self.gpus * (times[0] * f.parameters + times[1] * f.gradients)
+
+@patch
+def sent(self:Ranks,
+    f:Forecast,
+) -> float:  # bytes
+    """What a rank sends in a step, by rings: gradients twice with DDP; parameters too with ZeRO-1; parameters twice
+    and gradients with FSDP."""
+    times = dict(ddp=(0, 2), zero1=(1, 2), fsdp=(2, 1))[self.parallel]
+    return (self.gpus - 1) / self.gpus * (times[0] * f.parameters + times[1] * f.gradients)
 
 # %% ../../nbs/train/13_forecast.ipynb #42f4cd44
 @patch

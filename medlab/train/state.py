@@ -116,23 +116,27 @@ class OptimizerState:
         found = self.optimizer.state_dict()
         return {**found, "state": self.replicas.gather(found["state"])}
 
-    def load_state_dict(self, state):
-        "Take them up, but for what belongs to the device, and to other ranks."
-        own = {i: s for i, s in state["state"].items() if self.replicas.keeps(self.params[i])}
-        kept = [{k: g[k] for k in ("lr", "fused", "foreach") if k in g} for g in self.optimizer.param_groups]
-        moments = _into(self.optimizer.state_dict()["state"], own)
-        self.optimizer.load_state_dict({**state, "state": moments})
-        for g, k in zip(self.optimizer.param_groups, kept): g.update(k)
-        match_layout(self.optimizer)
+# %% ../../nbs/train/03_state.ipynb #26237950
+@patch
+def load_state_dict(self:OptimizerState, state):
+    "Take them up, but for what belongs to the device, and to other ranks."
+    own = {i: s for i, s in state["state"].items() if self.replicas.keeps(self.params[i])}
+    kept = [{k: g[k] for k in ("lr", "fused", "foreach") if k in g} for g in self.optimizer.param_groups]
+    moments = _into(self.optimizer.state_dict()["state"], own)
+    self.optimizer.load_state_dict({**state, "state": moments})
+    for g, k in zip(self.optimizer.param_groups, kept): g.update(k)
+    match_layout(self.optimizer)
 
-    def check(self, state):
-        "Raise `UserError` for another optimizer's state."
-        own, theirs = (o["param_groups"][0].keys() if o["param_groups"] else ()
-            for o in (self.optimizer.state_dict(), state))
-        if own == theirs: return
-        raise UserError(f"the checkpoint is of another optimizer than {type(self.optimizer).__name__}: it has the "
-            f"settings {', '.join(sorted(theirs))}, and not {', '.join(sorted({*own} - {*theirs})) or 'others'}; take "
-            "the optimizer that the run began with")
+
+@patch
+def check(self:OptimizerState, state):
+    "Raise `UserError` for another optimizer's state."
+    own, theirs = (o["param_groups"][0].keys() if o["param_groups"] else ()
+        for o in (self.optimizer.state_dict(), state))
+    if own == theirs: return
+    raise UserError(f"the checkpoint is of another optimizer than {type(self.optimizer).__name__}: it has the "
+        f"settings {', '.join(sorted(theirs))}, and not {', '.join(sorted({*own} - {*theirs})) or 'others'}; take "
+        "the optimizer that the run began with")
 
 # %% ../../nbs/train/03_state.ipynb #0c59657f
 class KnobState:
