@@ -150,7 +150,9 @@ def _describe(trainer, target, path=None):
     info, size = trainer.info, sum(p.numel() for p in trainer.model.parameters()) / 1e6
     what = f"what would be trained: {trainer.recipe.name}" if path else f"{trainer.recipe.name} in {trainer.path}"
     end = f"; the run would be {path}, of which nothing is written now" if path else ""
-    print_text(f"{what}: {size:.2f}M parameters, {trainer.knobs.precision} on {trainer.device}, step "
+    n = trainer.replicas.size
+    ranks = f" × {n} ranks ({trainer.parallel})" if n > 1 else ""
+    print_text(f"{what}: {size:.2f}M parameters, {trainer.knobs.precision} on {trainer.device}{ranks}, step "
         f"{trainer.iteration} → {target}{end}")
     if split := info.get("split"):
         note = f" ({split['note']})" if split.get("note") else ""
@@ -242,7 +244,7 @@ def _train_job(job, rest, knobs, device):
     from medlab.preflight.remembered import reread
     with reread(rest["reread"]):
         trainer = Trainer(job.recipe, job.run, job.resumed, device, rest.get("threads"),
-            lambda: loggers_of(job, rest), asked_mirror(rest), rest.get("parallel") or "ddp",
+            lambda: loggers_of(job, rest), asked_mirror(rest), rest.get("parallel"),
             **{} if job.taken_up else knobs)
     with trainer:
         if [*job.launchers] != trainer.run.meta.get("launchers", []): trainer.writer.set_meta(launchers=job.launchers)

@@ -18,7 +18,7 @@ from .trainer import Trainer
 # %% ../../nbs/train/11_child.ipynb #534b005b
 def work(
     path:str, until:int, device:str, threads:int, trust=(), processes:int=1, mirror:str=None,
-    parallel:str="ddp",  # these: see `start_process`
+    parallel:str=None,  # these: see `start_process`
 ) -> int:  # exit status: 0, or 1 where it could not begin
     "Open the run and train, or start the ranks that do."
     job = dict(path=path, until=until, device=device, threads=threads, trust=trust, mirror=mirror, parallel=parallel)

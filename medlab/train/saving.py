@@ -172,6 +172,7 @@ def _apart(self:Saver) -> bool:
     "Whether no checkpoint can be put together any more; says so."
     if not (self.replicas.sharded and self.loop.retry.parted): return False
     kept = self.checkpoints.listed()
+    if kept and kept[-1]["step"] == self.iteration: return True
     newest = f"the newest checkpoint is of step {kept[-1]['step']}" if kept else "there is no checkpoint"
     self.writer.event("checkpoint", APART.format(self.replicas.size, self.iteration, newest), "warning")
     return True

@@ -41,6 +41,7 @@ from ..memory.retry import OOMRetry
 from ..memory.savings import read_checkpointing
 from ..memory.usage import Memory, on_device
 from ..memory.watch import MemoryWatch
+from ..parallel.launch import check_joined
 from ..parallel.replicas import check_parallel, replicas_here
 from ..parallel.shards import check_divisible
 from ..recipes.base import Recipe
@@ -57,7 +58,8 @@ from .bindings import outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
 from .process import movable, start_process, wait_for_process
 from .progress import LEVELS, Bar, EventPrinter, Progress, already_shown, last_step
-from .ranks import Together, claim_place, digest, mirror_on, on_any_rank, refuse_apart, refuse_other_rank
+from .ranks import Together, claim_place, digest, mirror_on, on_any_rank, parallel_before, refuse_apart
+from .ranks import refuse_other_rank
 from .saving import Saver, as_stored, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
 from .state import moved_places, recipe_of, torch_device
@@ -89,16 +91,19 @@ class Trainer:
         # is accepted
         loggers=(),
         mirror=None,  # folder or URL that what is saved is copied to, or a `medlab.mirror.mirror.Mirror`; None: none
-        # of several ranks: "ddp" keeps the optimizer's whole state on each, "zero1" a share of it
-        parallel:str="ddp",
+        # of several ranks: "ddp" keeps the optimizer's whole state on each, "zero1" a share of it; None: as the run had
+        # it, "ddp" for a new one
+        parallel:str=None,
         **knobs,  # values at the start, or where a run goes on a change before its next step; `UserError` for a bad one
     ):
         refuse_child()
         self.recipe, self.path, self.threads = recipe, Path(run), checked_threads(threads)
         self.device, self.progress, self.worker = torch_device(device), Progress(), Worker(str(run))
-        self.replicas, self.handed_over = replicas_here(self.device, parallel), False  # whether a process goes on
+        check_joined()
+        self.parallel = parallel or (parallel_before(self.path) if resume else "ddp")
+        self.replicas, self.handed_over = replicas_here(self.device, self.parallel), False  # whether a process goes on
         if self.replicas.size > 1:
-            refuse_apart(self.replicas, dict(run=str(self.path), resume=bool(resume), parallel=parallel))
+            refuse_apart(self.replicas, dict(run=str(self.path), resume=bool(resume), parallel=self.parallel))
         self.mirror = mirror_on(self.replicas, mirror, self.path, resume)
         self._begin(self._read(resume, knobs), resume, knobs, loggers)
 
@@ -447,13 +452,14 @@ def start(self:Trainer,
     # in a process of its own, which outlives this one; this trainer is closed, and what is returned is the `Run`
     process:bool=False,
     processes:int=1,  # the same with several ranks, a process each; 1: as `process` says
-    parallel:str="ddp",  # of several ranks, as for `Trainer`
+    parallel:str=None,  # of several ranks, as for `Trainer`; None: as this one has it
 ):
     """Train in a worker thread; returns at once. Warnings and errors are printed, but not in a notebook, where the lab
     shows them. Raises `UserError` where a process could not build the recipe."""
     forever = steps is None and until is None
     if process or processes != 1:
-        return self._hand_over(None if forever else last_step(self.iteration, steps, until), processes, parallel)
+        end = None if forever else last_step(self.iteration, steps, until)
+        return self._hand_over(end, processes, parallel or self.parallel)
     self._claim(steps, FOREVER if forever else until)
     levels = () if "ipykernel" in sys.modules else LEVELS
     start_worker(self.worker, lambda: self._train_here(False, levels))

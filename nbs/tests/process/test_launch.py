@@ -91,10 +91,12 @@ def test_a_rank_is_killed_and_all_go_on_from_the_checkpoint(tmp_path):
     finally: made.kill()
     run = Run(path)
     assert made.returncode == 0 and run.state == "done" and run.step == steps, told[1][-3000:]
-    assert run.environment["ranks"] == 2 and run.environment["parallel"] == WAY[1]
+    assert run.environment["ranks"] == 2 and run.environment["parallel"] == WAY[1] and f"cpu × 2 ranks ({WAY[1]})" in told[0]
     assert len(run.events("resume")) == kills and all(e.text.startswith("going on after step") for e in run.events("resume"))
     print(kills, "kills: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
     assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
+    part = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two/ranks/1", "--processes", "2"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert part.returncode == 2 and "two/ranks/1 is the record of one rank of the run two" in part.stderr, part.stderr[-2000:]
     again = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "whole", "--steps", str(steps + 4), "--processes", "2"],
         cwd=tmp_path, env=ENV, capture_output=True, text=True)
     alone = subprocess.run([sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", "--steps", str(steps + 4), "--device", "cpu"],
@@ -119,8 +121,10 @@ def test_a_launcher_is_killed_and_the_ranks_stop_and_save(tmp_path):
         while is_live(path): assert time.monotonic() < end, "its ranks train on"; time.sleep(0.1)
         run = Run(path)
         assert run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step >= acknowledged and "its launcher ended" in run.events("launcher")[-1].text
-        words = [sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two", *WAY]
+        assert "--resume two --processes 2" in run.events("launcher")[-1].text
+        words = [sys.executable, "-W", "ignore", "-m", "medlab", "train", "--resume", "two"]  # divided as before
     last = subprocess.run([*words, "--steps", str(steps), "--processes", "2"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert all(found.get("parallel") == WAY[1] for _, found in Run(path).segments()), "as long as nobody says otherwise"
     assert last.returncode == 0 and Run(path).step == steps, last.stderr[-2000:]
     print(kills, "kills of the launcher: weights apart by", apart(weights(path), weights(tmp_path / "whole")))
     assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6

@@ -111,6 +111,12 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     if name == "all samples": assert sum(Run(runs[1]).metrics("dropped")["dropped"].value) == 4 and a["taken"] == STEPS and skipped == [0, 0], "the other's samples count"
 
 
+def test_a_launcher_without_a_process_group_is_refused(tmp_path, monkeypatch):
+    for k, v in dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost").items(): monkeypatch.setenv(k, v)
+    with pytest.raises(UserError, match="a launcher started 2 ranks, and each of them would train alone: call torch.distributed.init_process_group"): trainer(tmp_path / "run", Half())
+    assert not (tmp_path / "run").exists()
+
+
 def test_ranks_that_would_part_are_refused(outcomes):
     for told in outcomes[1]["apart"]:
         assert "rank 1 does not begin as rank 0 does" in told["path"] and "apart1' and" in told["path"] and "lr is 0.0011 and 0.001 on rank 0" in told["knobs"]
