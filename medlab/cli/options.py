@@ -122,7 +122,7 @@ def _add_processes(p):
     "Add how many processes train together."
     p.add_argument("--processes", type=int, help="processes of this machine that train together, one for each GPU; "
         "default 1. torchrun -m medlab train … starts them on several machines")
-    p.add_argument("--parallel", type=str, help="what each of several processes keeps: all that the optimizer knows "
+    p.add_argument("--parallel", type=str, help="what each of several processes keeps: the optimizer's whole state "
         "(ddp, default), or a share of it (zero1), which saves memory and sends half as much again")
     p.add_argument("--restarts", type=int, help="how often all of them are started anew from the last checkpoint where "
         "one fails, default 0")

@@ -19,7 +19,7 @@ from fastcore.basics import patch
 
 from ..contracts.replicas import FINE, STOP, Agreement, Replicas
 from ..core import RunFailed, UnknownName, UserError
-from .buckets import Buckets
+from .buckets import Buckets, as_real
 from .shards import Shards
 
 # %% ../../nbs/parallel/02_replicas.ipynb #c8391b38
@@ -235,10 +235,9 @@ def gather(self:ProcessGroup,
 @patch
 def _pass(self:ProcessGroup, t, rank):
     "Send a tensor to rank 0, or there receive one from `rank`."
-    real = lambda flat: torch.view_as_real(flat) if flat.is_complex() else flat
     if not self.rank: t, call = torch.empty(t.shape, dtype=t.dtype, device=self.device), dist.recv
     else: t, call = t.detach().to(self.device).contiguous(), dist.send
-    self.reach(call, real(t), rank)
+    self.reach(call, as_real(t), rank)
     return t.cpu()
 
 # %% ../../nbs/parallel/02_replicas.ipynb #84497c50

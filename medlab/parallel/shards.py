@@ -72,7 +72,7 @@ def exchange(self:Shards,
 ):
     "Give all ranks what each of them has moved."
     under_way, others = [], []
-    for rank, flat, params, views in (part for b in buckets.buckets for part in b.parts()):
+    for rank, flat, params, views in buckets.parts:
         if rank == self.rank: torch._foreach_copy_(views, params)
         else: others.append((params, views))
         under_way.append(send(flat, rank))

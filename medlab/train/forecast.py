@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from html import escape
 
 import torch
@@ -294,10 +295,14 @@ class _Counted:
         if "size" in batch: batch = recipe.prepare(batch | dict(size=[size] * len(batch["size"])), recipe.seed, 1)
         return _Counted(recipe, batch, self.device)
 
+    @cached_property
+    def model(self):
+        "The network, without memory."
+        with WithoutMemory(), Ledger(building=True): return self.recipe.build_system().model
+
     def on(self, ranks):
         "The ranks, with the sizes of what they divide."
-        with WithoutMemory(), Ledger(building=True): model = self.recipe.build_system().model
-        size = lambda m: sum(p.nbytes for p in m.parameters())
+        model, size = self.model, lambda m: sum(p.nbytes for p in m.parameters())
         found = [size(b) for b in named_blocks(model)]
         share = largest_share([p for p in model.parameters() if p.requires_grad], ranks.gpus)
         return replace(ranks, largest=max(found, default=0), rest=size(model) - sum(found), share=share)
