@@ -352,7 +352,7 @@ def _make_listeners(self:Trainer):
 # %% ../../nbs/train/10_trainer.ipynb #f1cac7fb
 @patch
 def _make_loop(self:Trainer):
-    commands = dict(stop=self.worker.stop, save=lambda: self.saver.save(), restore=self.restore,
+    commands = dict(stop=self.worker.stop, save=lambda: self.saver.save_meanwhile(), restore=self.restore,
         pause=self.worker.pause, resume=self.worker.resume, validate=self._validate)
     between = Between(self.worker, self.mailbox, self.controls, self.progress, self.writer, commands, self._ranks())
     actions = Actions(self.mailbox.ask, self.step.scaler, self.restore, self.writer, self.quarantine)
@@ -639,7 +639,7 @@ def _upkeep(self:Trainer):
     except KeyboardInterrupt as e:
         e.whole = True  # between two steps the weights can be saved
         raise
-    if self.saver.due(): self.saver.save_once()
+    if self.saver.due(): self.saver.save_due()
     elif self.saver.late: self._when_all("save")
 
 # %% ../../nbs/train/10_trainer.ipynb #806c0dd8
@@ -671,9 +671,8 @@ def _validate(self:Trainer):
     best = self.validation(self.iteration)
     if self.replicas.sharded: best = self.replicas.first(lambda: best)  # for it is saved by all of them
     if not best or not self.saver.active: return
-    start, file = time.perf_counter(), self.save()
-    if file: self.saver.checkpoints.mark_best(file, self.knobs.keep)
-    self.writer.set_meta(best=self.validation.best)
+    start = time.perf_counter()
+    self.saver.save_meanwhile(self.validation.best)
     self.validation.took(time.perf_counter() - start)
 
 
@@ -753,5 +752,6 @@ def close(self:Trainer):
     self.worker.stop()
     if self.worker.ident is None or self.worker.elsewhere: idle(self.worker, lambda: self.iteration + 1)
     try:
+        self.saver.background.wait()
         if self.mirror: self.mirror.close()
     finally: self.writer.close()

@@ -1,0 +1,156 @@
+"""Checkpoints are written while training goes on: what is in them, what waits for what, and what goes wrong."""
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_trainer import Toy
+
+from medlab.run.checkpoint import read_state
+from medlab.run.directory import Run
+from medlab.train import saving
+from medlab.train.ranks import digest
+from medlab.train.trainer import Trainer
+
+SLOW = 0.5  # s that a file takes to be written
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(recipe=None, name="run", **kw):
+        made.append(Trainer(recipe or Toy(pace=0.01), tmp_path / name, threads=1, **kw))
+        return made[-1]
+
+    yield make
+    for t in made: t.close()
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    "Where training was when each file was begun and ended; `trainer` has to be put into it."
+    seen, real = dict(trainer=None, begun=[], ended=[], within=0, most=0), torch.save
+
+    def save(state, file):
+        seen["within"] += 1
+        seen["most"] = max(seen["most"], seen["within"])
+        seen["begun"].append(seen["trainer"].iteration)
+        time.sleep(SLOW)
+        real(state, file)
+        seen["ended"].append(seen["trainer"].iteration)
+        seen["within"] -= 1
+
+    monkeypatch.setattr(torch, "save", save)
+    return seen
+
+
+def weights(run, step):
+    "A digest of all tensors of a kept checkpoint's network and optimizer."
+    row = next(c for c in run.checkpoints() if c["step"] == step)
+    state = read_state(run.path / "checkpoints" / row["file"], row["sha256"])
+    return digest([*state["model"].values(), *(v for s in state["optimizer"]["state"].values() for v in s.values() if torch.is_tensor(v))])
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(make, slow_disk, monkeypatch):
+    "Planted: a disk on which each file takes half a second. Its checkpoint is of the step at which it was begun."
+    t = slow_disk["trainer"] = make(save_every=20, keep=9)
+    t.fit(30, progress=False)
+    assert slow_disk["begun"] == [20, 30] and slow_disk["ended"][0] >= 25, slow_disk
+    assert [c["step"] for c in t.run.checkpoints()] == [20, 30]
+    assert [e.step for e in t.run.events("checkpoint")] == [20, 30]
+    monkeypatch.setattr(saving, "SHARE", 0.0)
+    twin = slow_disk["trainer"] = make(name="twin", save_every=20, keep=9)
+    twin.fit(30, progress=False)
+    assert slow_disk["ended"][2:] == [20, 30], "clean: without room for a copy training waits"
+    assert all(weights(t.run, s) == weights(twin.run, s) for s in (20, 30)) and weights(t.run, 20) != weights(t.run, 30)
+    words = [e.text for e in twin.run.events("checkpoint") if e.level == "warning"]
+    assert len(words) == 1 and "training waits while checkpoints are written" in words[0] and not any(e.level == "warning" for e in t.run.events("checkpoint"))
+
+
+def test_one_file_at_a_time(make, slow_disk):
+    "Planted: a disk that cannot keep up. Training is held to its pace, and every checkpoint is written."
+    t = slow_disk["trainer"] = make(save_every=5, keep=9)
+    t.fit(15, progress=False)
+    assert slow_disk["most"] == 1 and slow_disk["begun"] == [5, 10, 15] == [c["step"] for c in t.run.checkpoints()]
+    assert slow_disk["ended"][0] == 10, "the step at which the next was due"
+    assert not [x for x in threading.enumerate() if x.name == "medlab checkpoint"]
+
+
+def test_what_is_asked_for_waits_for_what_is_written(make, slow_disk):
+    "A checkpoint that is begun is there for all who ask; going back takes it."
+    t = slow_disk["trainer"] = make(Toy(), save_every=5, keep=9)
+    t.saver.save_end = lambda state: None
+    t.fit(7, progress=False)
+    assert t.saver.background.busy and t.saver.kept == [5] and not t.saver.background.busy
+    t.fit(until=11, progress=False)
+    assert t.saver.background.busy
+    t.restore()
+    assert t.iteration == 10 and [c["step"] for c in t.run.checkpoints()] == [5, 10, 10]
+    t.fit(until=16, progress=False)
+    assert t.saver.background.busy
+    t.close()
+    assert [c["step"] for c in Run(t.path).checkpoints()] == [5, 10, 10, 15]
+
+
+def test_an_error_that_nobody_foresaw_stops_training(make, monkeypatch):
+    "Planted: what cannot be written at all is no full disk."
+    t, real = make(save_every=3), torch.save
+    monkeypatch.setattr(torch, "save", lambda state, file: (_ for _ in ()).throw(TypeError("a state of another kind")))
+    with pytest.raises(TypeError, match="another kind"): t.fit(20, progress=False)
+    assert t.iteration in (6, 7) and t.run.state == "failed" and not t.run.checkpoints()
+    monkeypatch.setattr(torch, "save", real)
+    assert t.fit(until=9, progress=False).run.checkpoints(), "clean"
+
+
+def test_the_best_is_kept_and_noted_once_it_is_written(make, slow_disk):
+    "Planted: a process that looks while the best is being written finds the one before."
+    t = slow_disk["trainer"] = make(Toy(), save_every=0, save_minutes=60)
+    t.saver.worker.ident = threading.get_ident()  # as while something trains
+    t.saver.save_meanwhile(dict(step=1, metric="m", value=1.0))
+    assert t.saver.background.busy and "best" not in Run(t.path).meta and not t.run.checkpoints()
+    t.saver.save_meanwhile(dict(step=2, metric="m", value=2.0))
+    t.writer.store.flush()
+    assert Run(t.path).meta["best"]["step"] == 1, "the second waited"
+    t.saver.background.wait()
+    t.writer.store.flush()
+    assert Run(t.path).meta["best"]["step"] == 2 and [c["best"] for c in t.run.checkpoints()] == [False, True]
+    t.saver.worker.ident = None
+
+
+VICTIM = """
+import sys, time, torch
+sys.path.insert(0, {tests!r})
+from test_trainer import Toy, Trainer
+
+real = torch.save
+
+def save(state, file):
+    if state["progress"]["iteration"] < 10: return real(state, file)
+    file.write(b"half of it")
+    file.flush()
+    print("writing", flush=True)
+    time.sleep(60)
+
+torch.save = save
+Trainer(Toy(pace=0.01), {path!r}, threads=1, save_every=5).fit(10**6, progress=False)
+"""
+
+
+def test_killed_while_a_checkpoint_is_written(make, tmp_path):
+    "Planted: kill -9 in the middle of a file. The one before counts, and what was half written goes."
+    code = VICTIM.format(tests=str(Path(__file__).parent), path=str(tmp_path / "run"))
+    victim = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert victim.stdout.readline() == "writing\n"
+    end = time.monotonic() + 30
+    while Run(tmp_path / "run").step < 13: assert time.monotonic() < end; time.sleep(0.02)
+    victim.kill()
+    victim.wait()
+    assert [e.step for e in Run(tmp_path / "run").events("checkpoint")] == [5]
+    t = make(resume=True)
+    assert t.iteration == 5 and [f.name for f in (t.path / "checkpoints").iterdir()] == ["step_00000005.pt"]
+    t.fit(until=12, progress=False)
+    assert [c["step"] for c in t.run.checkpoints()] == [5, 10, 12]
