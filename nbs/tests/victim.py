@@ -7,6 +7,7 @@ import ast
 import hashlib
 import random
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,16 +58,20 @@ def digest(x):
     return h.hexdigest()
 
 
+TALKING = threading.Lock()
+
+
 def say(*words):
     "A line in one piece, also where Python does not buffer: a kill never leaves half of one."
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
+    with TALKING:
+        sys.stdout.write(" ".join(map(str, words)) + "\n")
+        sys.stdout.flush()
 
 
 def promise(trainer, seed):
     "Train for ever, printing what is acknowledged as soon as it is; with an even seed nothing but the clock flushes telemetry."
     pace, talks = random.Random(seed), seed % 2
-    one, save = trainer.loop.one, trainer.saver.save
+    one = trainer.loop.one
 
     def step():
         made = one()
@@ -75,12 +80,8 @@ def promise(trainer, seed):
         time.sleep(pace.random() * 0.004)
         return made
 
-    def saved():
-        file = save()
-        say("checkpoint", file.name)
-        return file
-
-    trainer.loop.one, trainer.saver.save = step, saved
+    trainer.loop.one = step
+    trainer.saver.saved.append(lambda file: say("checkpoint", file.name))  # from the thread that wrote it
     trainer.set(save_every=7 if talks else 200)
     trainer.fit(until=10**9, progress=False)
 
