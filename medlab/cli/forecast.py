@@ -6,6 +6,10 @@
 __all__ = ['OWN', 'USAGE', 'own_numbers', 'forecast_in_words', 'timeline_in_words']
 
 # %% ../../nbs/cli/13_forecast.ipynb #d68371c2
+import sys
+
+from tqdm.auto import tqdm
+
 from ..core import UserError
 from ..memory.timeline import ENDINGS, check_picture
 from ..train.forecast import MARGINS, RunForecast, forecast_recipe
@@ -45,7 +49,8 @@ def forecast_in_words(
     device = (device or "cuda").split(":")[0]
     if device not in MARGINS: raise UserError(f"--device {device} must be one of {', '.join(MARGINS)} for a forecast")
     asked = own_numbers({k: v for k, v in words.items() if k != "timeline"})
-    return forecast_recipe(recipe, **asked, device=device, **knobs)
+    with tqdm(file=sys.stderr, disable=None, leave=False, bar_format="{desc} ({elapsed})") as line:  # on a terminal
+        return forecast_recipe(recipe, **asked, device=device, say=line.set_description_str, **knobs)
 
 
 def timeline_in_words(

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..core import UserError
 from ..recipes.origin import module_place, origin_of
 from ..run.directory import Run, refuse_proof
-from ..run.writer import _yaml
+from ..run.writer import as_yaml
 from ..train.saving import as_stored
 from .checks import checked_count, proposed_name
 from .standing import begun
@@ -126,7 +126,7 @@ def config_text(
     plan:Plan,
 ) -> str:
     "Write the configuration of a plan; raises `UserError` for a value that YAML has no words for."
-    lines = {k: _yaml(k, v) for k, v in plan.config.items()}
+    lines = {k: as_yaml(k, v) for k, v in plan.config.items()}
     lost = [k for k, line in lines.items() if line.startswith("#")]
     if lost: raise UserError(f"{', '.join(lost)}: no value that a file can hold; set it in the recipe's own code")
     return "# What the run begins with, as medlab train --config takes it.\n" + "".join(lines.values())

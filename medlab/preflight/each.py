@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import psutil
 from tqdm.auto import tqdm
 
 from ..core import UserError

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RANKS', 'ASIDE', 'CONFIG', 'PROOF', 'BEGINNING', 'is_empty_run', 'stored_meta', 'move_aside', 'check_place',
-           'RunWriter', 'read_proof', 'copy_beginning']
+           'RunWriter', 'as_yaml', 'read_proof', 'copy_beginning']
 
 # %% ../../nbs/run/14_writer.ipynb #07de2156
 import contextlib
@@ -239,8 +239,11 @@ CONFIG, PROOF = "config.yml", "split.json"  # names in the run directory
 BEGINNING = (CONFIG, PROOF, "recipe*.py")  # what says how a run began
 
 
-def _yaml(key, value):
-    "One key with its value; a comment where YAML has no words for it."
+def as_yaml(
+    key:str,
+    value,
+) -> str:
+    "A line with one key and its value; a comment where YAML has no words for it."
     try: text = yaml.safe_dump(json.loads(json.dumps(value)), default_flow_style=True, allow_unicode=True, width=10**6)
     except (TypeError, ValueError): return f"# {key}: {type(value).__name__} cannot be written here; set it in Python\n"
     return f"{key}: {text.removesuffix(chr(10)).removesuffix('...').rstrip()}\n"
@@ -252,7 +255,7 @@ def write_config(self:RunWriter,
     about:str="",  # what goes above it, lines of text
 ) -> Path:
     "Write what the run begins with; where the disk refuses it, an event says so."
-    text = "".join(f"# {line}\n" for line in about.split("\n")) + "".join(_yaml(k, v) for k, v in config.items())
+    text = "".join(f"# {line}\n" for line in about.split("\n")) + "".join(as_yaml(k, v) for k, v in config.items())
     try: write_durably(self.path / CONFIG, lambda f: f.write(text.encode("utf-8", "backslashreplace")))
     except OSError as e: self.event("config", f"{CONFIG} was not written: {e.strerror or e}", "warning")
     return self.path / CONFIG

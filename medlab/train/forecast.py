@@ -275,12 +275,15 @@ def _repr_html_(self:RunForecast):
 class _Counted:
     "Counts steps of a recipe under changed knobs and batches; `device` is \"cuda\" or \"cpu\"."
 
-    def __init__(self, recipe, batch, device):
+    def __init__(self, recipe, batch, device, say=None, what=""):
         self.recipe, self.batch, self.device = recipe, batch, device
+        self.say, self.what = say or (lambda text: None), what  # function of a line; what is new of the recipe
 
     def __call__(self, n, precision, checkpointing, count=forecast, **more):
         "The forecast of a step of micro-batches of n samples, or what else is counted of it."
         r, k = self.recipe, self.recipe.knobs
+        how = f"{precision}, activations {'recomputed' if checkpointing else 'kept'}"
+        self.say(f"counting a step of micro-batches of {n}, {how}{self.what}")
         fused = dict(fused=True) if r.optimizer in ("Adam", "AdamW", "SGD", "Adagrad") else {}
         optimizer = lambda p: r.build_optimizer(p, lr=k.lr, **fused)
         return count(r.build_system, r.bind_losses, of_samples(self.batch, n), bind=True, precision=precision,
@@ -293,7 +296,7 @@ class _Counted:
         recipe.knobs, recipe.image_size = self.recipe.knobs, size  # a copy leaves knobs behind
         batch = resized(self.batch, self.recipe.image_size, size)
         if "size" in batch: batch = recipe.prepare(batch | dict(size=[size] * len(batch["size"])), recipe.seed, 1)
-        return _Counted(recipe, batch, self.device)
+        return _Counted(recipe, batch, self.device, self.say, f", a patch of {' × '.join(map(str, size))}")
 
     @cached_property
     def model(self):
@@ -386,6 +389,7 @@ def forecast_recipe(
     step_time:float=None,  # s of a step without communication; None: unknown
     device:str="cuda",  # for which it is counted: "cuda" or "cpu"
     fixes:bool=True,  # count what fixes save, and the largest batch and patch
+    say=None,  # function of a line, told what is being counted; None: nobody is told
     **knobs,  # of a new run
 ) -> RunForecast:
     """Count what training a recipe takes; nothing of it is allocated but a micro-batch. Raises `UserError` for sizes
@@ -397,12 +401,12 @@ def forecast_recipe(
     with tempfile.TemporaryDirectory() as folder:
         made, batch = _set_up(recipe, knobs, folder)
         asked = dict(memory=memory, bandwidth=bandwidth, step_time=step_time)
-        return _forecast_made(made, batch, ranks, device, fixes, **asked)
+        return _forecast_made(_Counted(made, batch, device, say), ranks, fixes, **asked)
 
 
-def _forecast_made(recipe, batch, ranks, device, fixes, **fields):
+def _forecast_made(count, ranks, fixes, **fields):
     "The forecast of a recipe that has knobs and data."
-    k, count = recipe.knobs, _Counted(recipe, batch, device)
+    recipe, device, k = count.recipe, count.device, count.recipe.knobs
     n, now = k.micro_batch or recipe.batch_size, (k.precision, k.activation_checkpointing)
     ranks = count.on(ranks)
     how = f"{now[0]}, activations {'recomputed' if now[1] else 'kept'}"
@@ -429,7 +433,8 @@ def forecast_trainer(
     device, steps = trainer.device.type, trainer.iteration
     memory = trainer.memory.total() * 1e9 if memory is None else bytes_of(memory)
     asked = dict(memory=memory, bandwidth=None if bandwidth is None else bytes_of(bandwidth, "bandwidth"))
-    made = _forecast_made(trainer.recipe, micro_batch(trainer.recipe), Ranks(gpus, parallel), device, fixes, **asked)
+    count = _Counted(trainer.recipe, micro_batch(trainer.recipe), device)
+    made = _forecast_made(count, Ranks(gpus, parallel), fixes, **asked)
     if not steps: return made
     peak = trainer.memory.gpu_peak()
     if peak is not None: made.measured = peak * 1e9, f"the most that torch allocated in {steps} steps"
