@@ -14,7 +14,7 @@ from ..compare.settings import applied
 from ..core import UserError
 from ..data.volume import _write_whole
 from ..run.directory import Run, refuse_proof
-from ..run.writer import _yaml
+from ..run.writer import as_yaml
 from ..train.state import moved_places, recipe_of
 from ..train.trainer import config_about
 
@@ -62,6 +62,6 @@ def write_config(
     config, path = run_config(refuse_proof(run), now), Path(path)
     check_free(path, overwrite)
     comment = lambda line: "# " + " ".join(line.split()) + "\n"
-    text = "".join(map(comment, _about(run, read_facts(run), now))) + "".join(_yaml(k, v) for k, v in config.items())
+    text = "".join(map(comment, _about(run, read_facts(run), now))) + "".join(as_yaml(k, v) for k, v in config.items())
     _write_whole(path, text.encode("utf-8"))
     return path
