@@ -50,6 +50,7 @@ class Replicas(Protocol):
 
     asks:object  # function that tells whether this one has something to `share`
     asked:bool  # whether any had, when they agreed last
+    tell:object  # function of a sentence that somebody should read, called from any thread; None: nobody listens
     sharded:bool  # whether each keeps the optimizer's state of some parameters, and of no others
 
     def prepare(self, params):

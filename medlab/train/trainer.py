@@ -166,6 +166,7 @@ def _begin(self:Trainer, stored, resume, knobs, loggers):
     aside = None if resume else self.replicas.first(lambda: move_aside(self.path))
     given = lambda: loggers() if callable(loggers) else loggers
     self.writer = claim_place(self.replicas, self.path, not resume, given)
+    self.replicas.tell = lambda text: self._report("ranks", text, "warning")
     levels = () if self.replicas.rank else LEVELS
     with self.writer.watched(EventPrinter(levels, whole=True, most=sys.maxsize)):
         try:

@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from toys import Half, events, trainer
 
 from medlab import faults
 from medlab.core import RunFailed, UserError
+from medlab.parallel import replicas
 from medlab.run.directory import Run
 
 STEPS = 12
@@ -65,6 +67,12 @@ def rank(number, folder, parallel):
             if not number: t.save()
             t.fit(2, progress=False)
         except UserError as e: apart["alone"] = str(e)
+    replicas.LONG = 0.5
+    with trainer(f"{folder}/late", Half(), gradient_accumulation_steps=2, parallel=parallel) as t:
+        t.fit(2, progress=False)
+        if number: time.sleep(2)
+        t.save()
+        apart["late"] = " ".join(e.text for e in t.run.events("ranks"))
     print(json.dumps(dict(name="apart") | apart))
     dist.destroy_process_group()
 
@@ -115,6 +123,12 @@ def test_a_launcher_without_a_process_group_is_refused(tmp_path, monkeypatch):
     for k, v in dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost").items(): monkeypatch.setenv(k, v)
     with pytest.raises(UserError, match="a launcher started 2 ranks, and each of them would train alone: call torch.distributed.init_process_group"): trainer(tmp_path / "run", Half())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_waits_says_so(outcomes):
+    "Planted: rank 1 comes to a checkpoint, which both put together, two seconds late. Clean: it does not wait for rank 0; and with ddp nobody meets."
+    first, other = (told["late"] for told in outcomes[1]["apart"])
+    assert not other and ("rank 0 of 2 has waited 0.5 s for the others at a checkpoint" in first) == (outcomes[2] == "zero1"), first
 
 
 def test_ranks_that_would_part_are_refused(outcomes):
