@@ -1,10 +1,12 @@
 """Machines that come and go while one run trains: a launcher for each, all of them on this one."""
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -29,18 +31,39 @@ def machine(tmp_path):
         port = s.getsockname()[1]
     made, env = [], os.environ | dict(OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
-    def start(restarts=3, nodes="1:2"):
-        words = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}",
-            "--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"]
+    def start(restarts=3, nodes="1:2", place=None, words=()):
+        own = [] if place is None else ["--local-addr", place.address]
+        launch = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{place.first if place else 'localhost'}:{port}",
+            "--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8" + (f",is_host={int(place.address == place.first)}" if place else ""), *own]
         log = tmp_path / f"{len(made)}.log"
         with open(log, "wb") as file:
-            made.append(subprocess.Popen([sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *words, "-m", "medlab", "train", *HALF_SLOWLY],
-                cwd=tmp_path, env=env, stdout=file, stderr=subprocess.STDOUT))
+            made.append(subprocess.Popen([*(place.inside if place else ()), sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *launch, "-m", "medlab", "train", *HALF_SLOWLY, *words],
+                cwd=tmp_path, env=env | (place.env if place else {}), stdout=file, stderr=subprocess.STDOUT))
         made[-1].log = log
         return made[-1]
 
     yield start
     for p in made: gone(p)
+
+
+@pytest.fixture
+def cable():
+    "Two hosts with an address each, on this machine, and the cable between them: a function that plugs it in or out, and the hosts."
+    ip = lambda *words: subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    names, hosts = [f"medlab{os.getpid()}{end}" for end in "ab"], []
+    try:
+        for name in names: ip("netns", "add", name)
+        ip("link", "add", "wire", "netns", names[0], "type", "veth", "peer", "name", "wire", "netns", names[1])
+        for i, name in enumerate(names):
+            address = f"10.77.0.{i + 1}"
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
+            for device in ("lo", "wire"): ip("-n", name, "link", "set", device, "up")
+            hosts.append(SimpleNamespace(address=address, first="10.77.0.1", inside=["ip", "netns", "exec", name], env=dict(GLOO_SOCKET_IFNAME="wire")))
+    except (OSError, subprocess.CalledProcessError) as e:
+        for name in names: subprocess.run(["ip", "netns", "del", name], capture_output=True) if shutil.which("ip") else None
+        pytest.skip(f"no hosts of one's own can be made here: {getattr(e, 'stderr', e)}")
+    yield lambda there: ip("-n", names[1], "link", "set", "wire", "up" if there else "down"), hosts
+    for name in names: subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def ranks_of(launcher):
@@ -119,3 +142,25 @@ def test_a_rank_that_is_alone_stops_where_its_launcher_ends(machine, tmp_path):
     while is_live(path): assert time.monotonic() < end, "it trains on"; time.sleep(0.1)
     run = Run(path)
     assert run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step < STEPS and run.events("launcher")[-1].text.endswith("--resume two")
+
+
+def test_a_machine_loses_its_network(machine, cable, tmp_path):
+    "Planted: a cable is pulled out, and nobody is told. Both ranks end within their time limit, and the machine where they meet goes on alone."
+    (plug, (here, there)), path, wait = cable, tmp_path / "two", ("--rank-wait", "8")
+    first = machine(place=here, words=wait)
+    until(lambda: (r := seen(path)) and r.step > 6, first)
+    paused(path, first)
+    second = machine(place=there, words=wait)
+    goes_on(path, 1, 2, first, second)
+    plug(False)
+    pulled = time.monotonic()
+    until(lambda: len(Run(path).events("resume")) == 2, first)
+    print(f"it went on {time.monotonic() - pulled:.0f} s after the cable was pulled out")
+    told = " ".join(e.text for e in Run(path).events("error"))
+    assert "does not reach the others any more, since rank 1 ended or hangs" in told, told
+    until(lambda: world(first) == 1 and not ranks_of(second), first)
+    assert first.wait(200) == 0, first.log.read_text()[-3000:]
+    run = Run(path)
+    assert run.state == "done" and run.step == STEPS
+    with trainer(tmp_path / "whole", Half(), gradient_accumulation_steps=2, save_every=5) as t: t.fit(STEPS, progress=False)
+    assert apart(weights(path), weights(tmp_path / "whole")) <= 1e-6
