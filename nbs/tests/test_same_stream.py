@@ -1,5 +1,6 @@
 """The same run on one, two and four ranks: the same samples with the same random numbers, and the same weights; and on another number after a resume."""
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -115,25 +116,31 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False, parallel="d
             out=sorted(t.quarantine.samples.out), micro=t.knobs.micro_batch, back=[e.text for e in t.run.events("restore")])
 
 
-def main(folder, rank, ranks, resume, until, parallel):
-    "One rank of several: every job, or to go on with a run."
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+def jobs(folder, rank, ranks):
+    "Every job; what each came to."
     out = {}
-    if resume: out["resumed"] = train(resume, "noisy", until, ranks=ranks, rank=rank, resume=True, parallel=parallel)
-    for name, plan, how in () if resume else JOBS: out[name, plan, how] = train(f"{folder}/{name}{plan}{how}", name, FEW if name in OWN else STEPS, plan, ranks, rank, parallel=how)
-    if ranks == 4 and not resume:
-        for how in ("ddp", "zero1"): train(f"{folder}/begun {how}", "noisy", 10, ranks=ranks, rank=rank, parallel=how)
-    for name, plan in REFUSED if ranks == 2 and not resume else ():
+    for name, plan, how in JOBS: out[name, plan, how] = train(f"{folder}/{name}{plan}{how}", name, FEW if name in OWN else STEPS, plan, ranks, rank, parallel=how)
+    for how in ("ddp", "zero1") if ranks == 4 else (): train(f"{folder}/begun {how}", "noisy", 10, ranks=ranks, rank=rank, parallel=how)
+    for name, plan in REFUSED if ranks == 2 else ():
         try: out[name, plan] = train(f"{folder}/{plan}", name, STEPS, plan, ranks, rank)
         except UserError as e: out[name, plan] = str(e)
-    torch.save(out, f"{folder}/{rank}.pt")
+    return out
+
+
+def main(folder, rank, ranks, until, *resumed):
+    "One rank of several: every job, or to go on with runs, each in a way of its own."
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    on = lambda run: train(run, "noisy", until, ranks=ranks, rank=rank, resume=True, parallel=resumed[run])
+    resumed = dict(zip(resumed[::2], resumed[1::2]))
+    torch.save({run: on(run) for run in resumed} if resumed else jobs(folder, rank, ranks), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def together(folder, ranks, resume="", until=0, parallel="ddp"):
-    "Train on several ranks; what each of them came to."
+def together(folder, ranks, until=0, resumed=()):
+    "Train on several ranks, or go on with runs: (directory, way) pairs; what each rank came to."
     folder.mkdir()
-    made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(folder), str(r), str(ranks), str(resume), str(until), parallel], stderr=subprocess.PIPE, text=True,
+    words = [str(folder), str(ranks), str(until), *(str(w) for pair in resumed for w in pair)]
+    made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, words[0], str(r), *words[1:]], stderr=subprocess.PIPE, text=True,
         env=os.environ | dict(OMP_NUM_THREADS="1")) for r in range(ranks)]
     try: told = [p.communicate(timeout=500)[1] for p in made]
     finally: [p.kill() for p in made]
@@ -162,10 +169,18 @@ def same_samples(one, many):
         assert [found[i] for i in range(len(micros))] == [names for _, names in micros], step
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    "A function that gives what one process comes to."
+    @functools.cache
+    def alone(name, plan, steps): return train(tmp_path_factory.mktemp("alone") / "one", name, steps, plan)
+    return alone
+
+
 @pytest.mark.parametrize("name,plan,parallel", JOBS)
-def test_one_two_and_four_ranks_make_the_same_run(two, four, tmp_path, name, plan, parallel):
+def test_one_two_and_four_ranks_make_the_same_run(two, four, alone, name, plan, parallel):
     steps = FEW if name in OWN else STEPS
-    one = train(tmp_path / "one", name, steps, "" if plan == "late" else plan)  # alone it is made again in smaller parts, with other dropout
+    one = alone(name, "" if plan == "late" else plan, steps)  # alone it is made again in smaller parts, with other dropout
     skips, back = plan in ("much", "device"), dict(much=20, late=15).get(plan)
     for outs in (two, four[1]):
         many = [out[name, plan, parallel] for out in outs]
@@ -183,14 +198,27 @@ def test_one_two_and_four_ranks_make_the_same_run(two, four, tmp_path, name, pla
         for out in many: assert out["terms"] == pytest.approx(one["terms"], rel=1e-4), "every loss term is that of all samples"
 
 
-@pytest.mark.parametrize("begun,then", [("ddp", "ddp"), ("zero1", "zero1"), ("zero1", "ddp"), ("ddp", "zero1")])
-def test_a_run_goes_on_with_another_number_of_ranks(four, tmp_path, begun, then):
-    whole, run = train(tmp_path / "whole", "noisy", 40), shutil.copytree(four[0] / f"begun {begun}", tmp_path / "run")
+WAYS = ("ddp", "ddp"), ("zero1", "zero1"), ("zero1", "ddp"), ("ddp", "zero1")
+
+
+@pytest.fixture(scope="module")
+def resumed(four, tmp_path_factory):
+    "(what one process comes to; how the runs were begun and gone on with → what two ranks, one and four came to, one after another)"
+    folder = tmp_path_factory.mktemp("resumed")
+    runs = {way: shutil.copytree(four[0] / f"begun {way[0]}", folder / "-".join(way)) for way in WAYS}
+    on_two = together(folder / "2", 2, 20, [(run, then) for (_, then), run in runs.items()])
+    on_one = {run: train(run, "noisy", 30, resume=True, parallel=then) for (_, then), run in runs.items()}
+    on_four = together(folder / "4", 4, 40, [(run, begun) for (begun, _), run in runs.items()])
+    came = lambda outs, run: [out[str(run)] for out in outs]
+    return train(folder / "whole", "noisy", 40), {way: (came(on_two, run), [on_one[run]], came(on_four, run)) for way, run in runs.items()}
+
+
+@pytest.mark.parametrize("begun,then", WAYS)
+def test_a_run_goes_on_with_another_number_of_ranks(resumed, begun, then):
+    whole, parts = resumed[0], resumed[1][begun, then]
     later = lambda step: {"cases": {k: v for k, v in whole["cases"].items() if step - 10 < k <= step}}
-    on_two = [out["resumed"] for out in together(tmp_path / "2", 2, run, 20, then)]
-    on_one = train(run, "noisy", 30, resume=True, parallel=then)
-    on_four = [out["resumed"] for out in together(tmp_path / "4", 4, run, 40, begun)]
-    for step, many in ((20, on_two), (30, [on_one]), (40, on_four)): same_samples(later(step), many)
+    for step, many in zip((20, 30, 40), parts, strict=True): same_samples(later(step), many)
+    on_four = parts[-1]
     print(begun, then, "4 → 2 → 1 → 4 ranks: weights apart by", apart(whole["weights"], on_four[0]["weights"]))
     assert apart(whole["weights"], on_four[0]["weights"]) <= 1e-6 and on_four[0]["taken"] == 40
 
@@ -202,4 +230,4 @@ def test_what_ranks_cannot_do_alike_is_refused(two, tmp_path):
     assert all(train(tmp_path / plan, "noisy", 3, plan)["taken"] == 3 for _, plan in REFUSED), "one process takes both"
 
 
-if __name__ == "__main__": main(sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5]), sys.argv[6])
+if __name__ == "__main__": main(sys.argv[1], *map(int, sys.argv[2:5]), *sys.argv[5:])
