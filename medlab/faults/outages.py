@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import random
+import re
 import signal
 import sqlite3
 import time
@@ -156,15 +157,21 @@ def _full_database(): raise sqlite3.OperationalError("database or disk is full")
 def _kill(): os.kill(os.getpid(), signal.SIGKILL)
 
 # %% ../../nbs/faults/01_outages.ipynb #af7007e1
+def _step_of(trainer, file):
+    "The step that a file of a run belongs to: a checkpoint is written while later ones are made."
+    found = re.match(r"step_(\d+)", Path(file).name)
+    return int(found[1]) if found else trainer.iteration
+
+
 def _writes(where, act, name, at, times, room=1000):
     "A plan that acts at one of the places where a run is written."
     def _unless(trainer, due, call, *args, **kw):
-        if Path(args[0]).is_relative_to(trainer.path) and due(trainer.iteration): act()
+        if Path(args[0]).is_relative_to(trainer.path) and due(_step_of(trainer, args[0])): act()
         return call(*args, **kw)
 
     def _cut(trainer, due, call, file, mode="r", *args, **kw):
         opened = call(file, mode, *args, **kw)
-        hit = mode == "wb" and Path(file).is_relative_to(trainer.path) and due(trainer.iteration)
+        hit = mode == "wb" and Path(file).is_relative_to(trainer.path) and due(_step_of(trainer, file))
         return Cut(opened, act, room) if hit else opened
 
     arms = dict(checkpoint=lambda t, due: replaced(checkpoint, "open", lambda f: functools.partial(_cut, t, due, f)),
@@ -177,7 +184,7 @@ def _writes(where, act, name, at, times, room=1000):
 # %% ../../nbs/faults/01_outages.ipynb #fdbf8a65
 def disk_full(
     where:str="checkpoint",  # "checkpoint": after its first thousand bytes; "telemetry": at the commit
-    at:int=1, times:int=1,  # see `Plan`; a write belongs to the last step that was made
+    at:int=1, times:int=1,  # see `Plan`; a checkpoint belongs to its step, another write to the last one made
 ) -> Plan:
     "A disk without room."
     return _writes(where, _full_database if where == "telemetry" else _full, "disk full", at, times)

@@ -296,7 +296,7 @@ def together(self:ProcessGroup,
     if bad: raise (UserError if bad[0][1] else RunFailed)(f"rank {bad[0][0]} could not go on: {bad[0][2]}")
     return found
 
-# %% ../../nbs/parallel/02_replicas.ipynb #dafa59ed
+# %% ../../nbs/parallel/02_replicas.ipynb #4a1cf712
 LONG = 30.0  # s at a meeting, after which it is told that others are not there
 
 
