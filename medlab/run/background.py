@@ -46,10 +46,13 @@ def state_bytes(
 class Background:
     "Calls a function in a thread, one at a time."
 
-    def __init__(self): self.thread, self.error = None, None
+    def __init__(self): self.thread, self.error, self.lock = None, None, threading.RLock()
 
     @property
-    def busy(self) -> bool: "Whether a call is under way."; return self.thread is not None and self.thread.is_alive()
+    def busy(self) -> bool:
+        "Whether a call is under way."
+        thread = self.thread
+        return thread is not None and thread.is_alive()
 
 
 @patch
@@ -57,19 +60,20 @@ def begin(self:Background,
     call,  # function without arguments
 ):
     "Call it in a thread, once the call before has ended. Raises as `wait`."
-    self.wait()
-
     def run():
         try: call()
         except BaseException as e: self.error = e
 
-    self.thread = threading.Thread(target=run, name="medlab checkpoint")
-    self.thread.start()
+    with self.lock:
+        self.wait()
+        self.thread = threading.Thread(target=run, name="medlab checkpoint")
+        self.thread.start()
 
 
 @patch
 def wait(self:Background):
     "Wait for the call that is under way, if any. Raises what it raised, once."
-    if self.thread: self.thread.join()
-    error, self.thread, self.error = self.error, None, None
+    with self.lock:
+        if self.thread: self.thread.join()
+        error, self.thread, self.error = self.error, None, None
     if error: raise error
