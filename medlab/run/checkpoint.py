@@ -156,17 +156,29 @@ def save(self:CheckpointManager,
     """Write a checkpoint; when this returns it will be found, whatever happens next.
 
     Raises `NotSaved` where it cannot be written, `UserError` where the run directory is gone."""
-    if not self.folder.is_dir(): raise UserError(
-        f"the run directory {str(self.path)!r} is gone, or its folder checkpoints is; put it back, "
-        "or train into another directory")
-    names = (f"step_{step:08d}{f'_{i}' if i else ''}.pt" for i in itertools.count())
-    file = next(f for n in names if not (f := self.folder / n).exists())
-    try: self._write(step, file, state)
+    self.refuse_gone(step)
+    names, file = (f"step_{step:08d}{f'_{i}' if i else ''}.pt" for i in itertools.count()), None
+    try:
+        file = next(f for n in names if not (f := self.folder / n).exists())
+        self._write(step, file, state)
     except (OSError, RuntimeError, MemoryError, sqlite3.Error) as e:  # RuntimeError: torch's, for a write
-        file.unlink(missing_ok=True)  # what is not listed is no checkpoint
+        with contextlib.suppress(OSError):
+            if file: file.unlink(missing_ok=True)  # what is not listed is no checkpoint
         raise self._not_saved(step, e) from e
     self._trim(keep)
     return file
+
+
+@patch
+def refuse_gone(self:CheckpointManager,
+    step:int,  # that is to be saved
+):
+    "Raise `UserError` where the run directory is gone, and `NotSaved` where it is out of reach."
+    try: there = self.folder.is_dir()
+    except OSError as e: raise self._not_saved(step, e) from e
+    if not there: raise UserError(
+        f"the run directory {str(self.path)!r} is gone, or its folder checkpoints is; put it back, "
+        "or train into another directory")
 
 # %% ../../nbs/run/12_checkpoint.ipynb #cfd52cdb
 @patch
@@ -191,9 +203,12 @@ def mark_best(self:CheckpointManager,
     file:Path,  # of `save`
     keep:int=3,  # how many others to keep, ≥ 1
 ):
-    "Keep a checkpoint beside the newest until another one is marked. Raises what the store raises."
+    "Keep a checkpoint beside the newest until another one is marked. Raises `NotSaved` where that cannot be written."
     self.store.write("UPDATE checkpoints SET state='kept' WHERE state='best'")
-    self.store.write("UPDATE checkpoints SET state='best' WHERE file=? AND state='kept'", Path(file).name).result()
+    sql = "UPDATE checkpoints SET state='best' WHERE file=? AND state='kept'"
+    try: self.store.write(sql, Path(file).name).result()
+    except (OSError, sqlite3.Error) as e:
+        raise NotSaved(getattr(e, "errno", None), f"{Path(file).name} was not marked as the best: {e}") from e
     self._trim(keep)
 
 # %% ../../nbs/run/12_checkpoint.ipynb #c4fe712b
@@ -208,11 +223,12 @@ def _chain(error):
 def _not_saved(self:CheckpointManager, step, error):
     "The error that says why a step was not saved, and what there is instead."
     cause = next((e for e in _chain(error) if isinstance(e, OSError)), error)
-    kept, free = _kept(self.path), shutil.disk_usage(self.folder).free / 1e6
-    rest = f"the newest that is kept is of step {kept[-1]['step']}" if kept else "none was written before"
-    why = getattr(cause, "strerror", None) or cause
-    text = f"step {step} was not saved: {why}; {free:.1f} MB are free; {rest}"
-    return NotSaved(getattr(cause, "errno", None), text)
+    why, rest, free = getattr(cause, "strerror", None) or cause, "", ""
+    with contextlib.suppress(OSError, UserError, sqlite3.Error):  # what is out of reach tells nothing
+        kept = _kept(self.path)
+        rest = f"; the newest that is kept is of step {kept[-1]['step']}" if kept else "; none was written before"
+        free = f"; {shutil.disk_usage(self.folder).free / 1e6:.1f} MB are free"
+    return NotSaved(getattr(cause, "errno", None), f"step {step} was not saved: {why}{free}{rest}")
 
 # %% ../../nbs/run/12_checkpoint.ipynb #0668c816
 def share_file(

@@ -46,6 +46,7 @@ from ..parallel.replicas import check_parallel, replicas_here
 from ..parallel.shards import check_divisible
 from ..recipes.base import Recipe
 from ..recipes.origin import changed_source, keep_source, origin_of, shown_before
+from ..run.background import Background
 from ..run.checkpoint import ForeignCheckpoints
 from ..run.directory import Run
 from ..run.writer import ASIDE, PROOF, check_place, move_aside, read_proof, stored_meta
@@ -210,7 +211,7 @@ def _assemble(self:Trainer, stored, knobs, aside):
     self.put_together()
     self.validation = Validation(self.recipe, self.knobs, self._scores, self.telemetry.put, self._report,
         self.replicas.rank == 0, stored.get("best"))
-    self.telemetry.more = lambda: self.validation.shown
+    self.telemetry.more, self.saver.not_best = lambda: self.validation.shown, self.validation.forget
     if stored:
         self.saver.resume(stored, self.mailbox.ask)
         self._compare(stored)
@@ -502,10 +503,17 @@ def _let_go(self:Trainer):
 
 # %% ../../nbs/train/10_trainer.ipynb #4a4dce69
 @patch
+def _refuse_closed(self:Trainer):
+    "Raise `UserError` where this trainer has let go of its run."
+    if not self.writer.store.closed: return
+    raise UserError(f"this trainer was closed; go on with Trainer.open({str(self.path)!r})")
+
+
+@patch
 def _claim(self:Trainer, steps, until):
     "Set the target; from here on training counts as running."
     target, store = last_step(self.iteration, steps, until), self.writer.store
-    if store.closed: raise UserError(f"this trainer was closed; go on with Trainer.open({str(self.path)!r})")
+    self._refuse_closed()
     if not store.path.exists():
         raise UserError(f"the run directory {str(self.path)!r} is gone or out of reach; bring it back, or start "
             "another run")
@@ -730,6 +738,7 @@ def _answer(self:Trainer, call, options):
 def save(self:Trainer) -> Path:  # None where it could not be written, or is only asked for, and training goes on
     """Write a checkpoint now, between two steps. Raises `NotSaved` where it cannot be written and nothing trains. Where
     ranks divide the optimizer's state all of them call this; while another thread trains, rank 0 asks for it."""
+    self._refuse_closed()
     if not (self.replicas.sharded and self.worker.elsewhere): return self.saver.save()
     refuse_other_rank(self.replicas, "a checkpoint")
     self.mailbox.commands.append(("save", {}))
@@ -752,7 +761,9 @@ def close(self:Trainer):
     "Stop, write everything, wait for the mirror within its bounds, and let go of the run directory."
     self.worker.stop()
     if self.worker.ident is None or self.worker.elsewhere: idle(self.worker, lambda: self.iteration + 1)
+    background = self.saver.background if hasattr(self, "saver") else Background()  # refused before there was anything
+    background.idle()  # Ctrl-C here lets go of nothing: what is being written needs the run
     try:
-        self.saver.background.wait()
+        background.wait()
         if self.mirror: self.mirror.close()
     finally: self.writer.close()

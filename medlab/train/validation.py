@@ -42,6 +42,7 @@ class Validation:
         self.trained, self.spent, self.cost = 0.0, 0.0, None  # s of training so far, of validation, of the last one
         self.scored, self.each = 0, None  # cases of the last one; s for each
         self.table, self.best = None, best  # of the last one; step, metric, value and scores by case of the best
+        self.before = best  # what was the best before it
         self.told = ()  # names of the cases that could not be scored, and were told
 
 # %% ../../nbs/train/08_validation.ipynb #3e1786c6
@@ -232,6 +233,7 @@ def _is_best(self:Validation, iteration):
         return False
     if not self._beats(name, value, scores): return False
     level, way = ("info", "") if self.best else self._way(name)
+    self.before = self.best
     self.best = dict(step=iteration, metric=name, value=value, cases=len(scores), scores=scores)
     most = len(self.held)
     few = ", few to choose by: the knob val_cases scores more" if len(scores) < min(ENOUGH, most) else ""
@@ -240,6 +242,18 @@ def _is_best(self:Validation, iteration):
     return True
 
 # %% ../../nbs/train/08_validation.ipynb #54bf2b67
+@patch
+def forget(self:Validation,
+    best:dict,  # what `best` was
+):
+    "Measure by the one before again, where weights that were the best could not be kept; says so."
+    if self.best is not best: return
+    self.best = self.before
+    left = f"those of step {self.best['step']} stay the best" if self.best else "no weights are the best so far"
+    self.report("validation", f"the weights of step {best['step']} could not be kept as the best: {left}", "warning",
+        best["step"])
+
+
 @patch(as_prop=True)
 def less(self:Validation) -> bool:
     "Whether the lowest value is the best."

@@ -16,6 +16,7 @@ import weakref
 from fastcore.basics import patch
 
 from ..core import UserError
+from ..run.background import WaitableThread
 
 # %% ../../nbs/train/01_worker.ipynb #60776161
 def _deliver(number, handler, text):
@@ -73,7 +74,9 @@ class Worker:
         "Whether another thread than this one trains."
         return self.ident not in (None, threading.get_ident())
     @property
-    def alive(self) -> bool: "Whether the worker thread runs."; return bool(self.thread and self.thread.is_alive())
+    def alive(self) -> bool:
+        "Whether the worker thread runs."
+        return self.thread is not None and not self.thread.ended.is_set()
 
 # %% ../../nbs/train/01_worker.ipynb #77279ff1
 @patch
@@ -128,7 +131,7 @@ def start_worker(
     train,  # function without arguments
 ):
     "Call `train` in a thread of its own; returns at once."
-    worker.thread = threading.Thread(target=_kept, args=(worker, train), name="medlab-trainer", daemon=True)
+    worker.thread = WaitableThread(_kept, args=(worker, train), name="medlab-trainer", daemon=True)
     worker.thread.start()
 
 # %% ../../nbs/train/01_worker.ipynb #f193c165
@@ -138,7 +141,7 @@ def wait_for(
     where=lambda: "",  # where training is, for the message
 ):
     "Wait until the worker thread has ended; raises what it raised, or `TimeoutError`."
-    if worker.thread: worker.thread.join(timeout)
+    if worker.thread: worker.thread.ended.wait(timeout)
     if worker.alive: raise TimeoutError(f"still training at step {where()}")
     error, worker.error = worker.error, None
     if error: raise error

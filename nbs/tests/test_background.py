@@ -1,4 +1,6 @@
 """Checkpoints are written while training goes on: what is in them, what waits for what, and what goes wrong."""
+import contextlib
+import errno
 import subprocess
 import sys
 import threading
@@ -8,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from test_trainer import Toy
+from test_validation import Line
 
-from medlab.run.checkpoint import read_state
+from medlab import faults
+from medlab.core import UserError
+from medlab.run.checkpoint import NotSaved, read_state
 from medlab.run.directory import Run
 from medlab.train import saving
 from medlab.train.ranks import digest
@@ -97,11 +102,14 @@ def test_what_is_asked_for_waits_for_what_is_written(make, slow_disk):
 
 
 def test_an_error_that_nobody_foresaw_stops_training(make, monkeypatch):
-    "Planted: what cannot be written at all is no full disk."
+    "Planted: what cannot be written at all is no full disk. It is told when it happens, also where somebody else waited for it."
     t, real = make(save_every=3), torch.save
     monkeypatch.setattr(torch, "save", lambda state, file: (_ for _ in ()).throw(TypeError("a state of another kind")))
+    monkeypatch.setattr(t.loop.between, "flush", lambda flush=t.loop.between.flush: (flush(), t.saver.kept)[0])  # who asks takes no error away
     with pytest.raises(TypeError, match="another kind"): t.fit(20, progress=False)
-    assert t.iteration in (6, 7) and t.run.state == "failed" and not t.run.checkpoints()
+    assert t.iteration == 6 and t.run.state == "failed" and not t.run.checkpoints()
+    told = t.run.events("checkpoint_failed")
+    assert [e.step for e in told] == [3, 6] and all("another kind" in e.text for e in told), "and once more at the end"
     monkeypatch.setattr(torch, "save", real)
     assert t.fit(until=9, progress=False).run.checkpoints(), "clean"
 
@@ -119,6 +127,131 @@ def test_the_best_is_kept_and_noted_once_it_is_written(make, slow_disk):
     t.writer.store.flush()
     assert Run(t.path).meta["best"]["step"] == 2 and [c["best"] for c in t.run.checkpoints()] == [False, True]
     t.saver.worker.ident = None
+
+
+class Scored(Line):
+    "Better with every validation, but for the third."
+    scores = [1.0, 5.0, 3.0, 4.0, 2.0]
+    metric = "error"
+
+
+def test_a_best_that_cannot_be_kept_is_no_measure_for_others(tmp_path):
+    "Planted: the disk is full when the best so far is written, or the database when it is marked. The next that beats the one on the disk is kept."
+    for name, plan in (("disk", faults.disk_full("checkpoint", at=20)), ("mark", None)):
+        with Trainer(Scored(), tmp_path / name, threads=1, val_every_steps=10, val_cases=1, save_every=0, save_minutes=60, keep=9) as t:
+            mark, calls = t.saver.manager.mark_best, []
+
+            def refuse(file, keep):
+                calls.append(file)
+                if len(calls) == 2: raise NotSaved(None, "was not marked")
+                return mark(file, keep)
+
+            if name == "mark": t.saver.manager.mark_best = refuse
+            with faults.plant(t, plan) if plan else contextlib.nullcontext(): t.fit(50, progress=False)
+            best = [c["step"] for c in t.run.checkpoints() if c["best"]]
+            told = " ".join(e.text for e in t.run.events("validation"))
+            assert best == [40] and t.validation.best["value"] == 4.0 and t.run.state == "done", (best, told)
+            assert "the weights of step 20 could not be kept as the best: those of step 10 stay the best" in told and len(t.run.events("checkpoint_failed")) == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), PermissionError(errno.EACCES, "Permission denied")], ids=["stale", "denied"])
+def test_a_folder_out_of_reach_for_a_while_ends_nothing(make, monkeypatch, error):
+    "Planted: a drive that does not answer when step 10 is to be saved. The run goes on, and is saved at 15."
+    t = make(Toy(), save_every=5, keep=9)
+    real = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda p: (_ for _ in ()).throw(error) if p.name == "checkpoints" and t.iteration == 10 else real(p))
+    t.saver.saved.append(lambda file: None)
+    step = t.loop.one
+    t.loop.one = lambda: (t.saver.background.idle(), step())[1]  # so that the number of the step is that of the file
+    t.fit(15, progress=False)
+    assert t.run.state == "done" and [c["step"] for c in t.run.checkpoints()] == [5, 15]
+    assert [(e.step, error.strerror in e.text) for e in t.run.events("checkpoint_failed")] == [(10, True)]
+
+
+def test_a_disk_that_holds_training_is_told_once(make, slow_disk, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SLOW", 1.3)
+    t = slow_disk["trainer"] = make(Toy(), save_every=2, keep=9)
+    t.fit(8, progress=False)
+    told = [e.text for e in t.run.events("checkpoint") if "longer to be written than the steps" in e.text]
+    assert len(told) == 1 and "save_every" in told[0]
+    t.close()
+    with pytest.raises(UserError, match="was closed; go on with"): t.save()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time, torch
+sys.path.insert(0, {tests!r})
+from test_trainer import Toy, Trainer
+
+real, within, most = torch.save, [], []
+
+def save(state, file):
+    within.append(1)
+    most.append(len(within))
+    time.sleep(1.0)
+    real(state, file)
+    within.pop()
+
+torch.save = save
+t = Trainer(Toy(), {path!r}, threads=1, save_every=5, keep=9)
+t.saver.save_end = lambda state: None
+t.fit(6, progress=False)
+assert t.saver.background.busy
+
+def interrupted(call):
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try: call()
+    except KeyboardInterrupt: return True
+
+assert interrupted(t.saver.background.wait) and t.saver.background.busy
+assert interrupted(t.save), "which waits for the one before"
+t.saver.background.wait()
+t.saver.background.begin(t.saver._writing(t.state.state_dict()))
+assert interrupted(t.close) and t.saver.background.busy and not t.writer.store.closed
+t.close()
+assert not t.saver.background.busy and t.writer.store.closed and max(most) == 1
+u = Trainer(Toy(pace=0.01), {path!r} + "2", threads=1)
+u.start(until=150)
+assert interrupted(u.wait) and u.worker.alive and "training" in repr(u)
+u.wait()
+assert u.iteration == 150
+u.close()
+print("done")
+"""
+
+
+def test_ctrl_c_ends_a_wait_and_no_checkpoint(tmp_path):
+    "Planted: interrupts while somebody waits for a checkpoint, for a save, for the end of training. What is under way is known to be, and waited for again."
+    code = INTERRUPTED.format(tests=str(Path(__file__).parent), path=str(tmp_path / "run"))
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert made.returncode == 0 and made.stdout.split()[-1] == "done", made.stdout + made.stderr
+    run = Run(tmp_path / "run")
+    assert {c["file"] for c in run.checkpoints()} == {f.name for f in (tmp_path / "run/checkpoints").iterdir()} and run.checkpoints()[0]["step"] == 5
+    assert not run.events("checkpoint_failed")
+
+
+LEFT = """
+import sys, time, torch
+sys.path.insert(0, {tests!r})
+from test_trainer import Toy, Trainer
+
+real = torch.save
+
+def save(state, file):
+    time.sleep(1.0)
+    real(state, file)
+
+torch.save = save
+t = Trainer(Toy(pace=0.01), {path!r}, threads=1, save_every=5).start()
+while not t.saver.background.busy: time.sleep(0.01)
+"""
+
+
+def test_a_script_that_ends_while_a_checkpoint_is_written_finishes_it(tmp_path):
+    code = LEFT.format(tests=str(Path(__file__).parent), path=str(tmp_path / "run"))
+    made = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
+    kept = Run(tmp_path / "run").checkpoints()
+    assert made.returncode == 0 and kept and kept[0]["step"] == 5, made.stderr
 
 
 VICTIM = """
