@@ -231,27 +231,32 @@ def test_ctrl_c_ends_a_wait_and_no_checkpoint(tmp_path):
 
 
 LEFT = """
-import sys, time, torch
+import sys, threading, time, torch
 sys.path.insert(0, {tests!r})
 from test_trainer import Toy, Trainer
 
-real = torch.save
+real, begun = torch.save, threading.Event()
 
 def save(state, file):
-    time.sleep(1.0)
+    begun.set()
+    time.sleep(3.0)
     real(state, file)
 
 torch.save = save
 t = Trainer(Toy(pace=0.01), {path!r}, threads=1, save_every=5).start()
-while not t.saver.background.busy: time.sleep(0.01)
+begun.wait()
+t.pause()
+while t.run.state != "paused": time.sleep(0.01)
+assert t.saver.background.busy
 """
 
 
 def test_a_script_that_ends_while_a_checkpoint_is_written_finishes_it(tmp_path):
+    "Planted: the last line comes while a file is written, and training, in a thread that ends with its process, is paused."
     code = LEFT.format(tests=str(Path(__file__).parent), path=str(tmp_path / "run"))
     made = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
-    kept = Run(tmp_path / "run").checkpoints()
-    assert made.returncode == 0 and kept and kept[0]["step"] == 5, made.stderr
+    kept = [c["step"] for c in Run(tmp_path / "run").checkpoints()]
+    assert made.returncode == 0 and kept[:1] == [5], made.stderr
 
 
 VICTIM = """
