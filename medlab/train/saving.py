@@ -45,13 +45,12 @@ class Saver:
         self.recipe, self.knobs = recipe, knobs
         self.device, self.threads = device, threads
         self.manager, self.writes = checkpoints or CheckpointManager(writer.path, writer.store), not checkpoints
-        self.background, self.tight = Background(), False  # whether it was told that memory has no room for a copy
+        self.background, self.told = Background(), set()  # warnings that are given once, and were
         # the state that training ended in, where its end could not be saved; whether the last save failed
         self.unsaved, self.missed = None, False
         self.written = None, None  # what the newest checkpoint is of, see `_mark`; its file, once it is there
         self.segments, self.saved = [], []  # called when a segment begins; with the file of a new checkpoint
         self.not_best = lambda best: None  # called with what was to be noted of a best that could not be written
-        self.held = False  # whether it was told that training waits for the disk
         self.clock = clock
         self.begin()
 
@@ -134,6 +133,8 @@ def _of_first(self:Saver, call):
 SHARE = 0.5  # of the free memory of the host, for the copy of a state
 TIGHT = ("a copy of the state takes {:.2g} GB, and the host has {:.2g} GB left: training waits while checkpoints are "
     "written")
+HELD = ("a checkpoint takes longer to be written than the steps between two: training waited {:.1f} s for the one "
+    "before. Larger save_every or save_minutes save less often")
 
 
 @patch
@@ -145,8 +146,8 @@ def save_meanwhile(self:Saver,
     with self.loop.lock:
         with contextlib.suppress(NotSaved): self.manager.refuse_gone(self.iteration)  # out of reach may be for a while
         start = time.perf_counter()
-        state = self._collect()
-        self._tell_held(time.perf_counter() - start)
+        state, waited = self._collect(), time.perf_counter() - start
+        if waited >= 1: self._warn_once(HELD, waited)
         fits = self._fits(state_bytes(state))
         write = self._writing(host_copy(state) if fits else state, best)
 
@@ -161,22 +162,15 @@ def save_meanwhile(self:Saver,
 def _fits(self:Saver, size):
     "Whether a copy of so many bytes has room; says once that it has not."
     free = host_free()
-    if size <= SHARE * free: return True
-    if not self.tight: self.writer.event("checkpoint", TIGHT.format(size / 1e9, free / 1e9), "warning")
-    self.tight = True
-    return False
-
-
-HELD = ("a checkpoint takes longer to be written than the steps between two: training waited {:.1f} s for the one "
-    "before. Larger save_every or save_minutes save less often")
+    if size > SHARE * free: self._warn_once(TIGHT, size / 1e9, free / 1e9)
+    return size <= SHARE * free
 
 
 @patch
-def _tell_held(self:Saver, seconds):
-    "Say once that training waits for the disk."
-    if seconds < 1 or self.held: return
-    self.held = True
-    self.writer.event("checkpoint", HELD.format(seconds), "warning")
+def _warn_once(self:Saver, text, *numbers):
+    if text in self.told: return
+    self.told.add(text)
+    self.writer.event("checkpoint", text.format(*numbers), "warning")
 
 
 @patch
