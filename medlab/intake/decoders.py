@@ -28,6 +28,9 @@ def dicom_frame(
     from pydicom.pixels import get_decoder
     yield get_decoder(syntax).as_array(encapsulate([raw], has_bot=False), index=0, **options)[0]
 
+
+dicom_frame.needs = ("pydicom.encaps", "pydicom.pixels")
+
 # %% ../../nbs/intake/02_decoders.ipynb #e6b1b647
 _MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L", "F", "P", "PA", "RGB", "RGBA")
 
@@ -73,6 +76,9 @@ def picture(
             to = {"P": "RGBA", "PA": "RGBA", "1": "L"}.get(image.mode)
             pixels = np.asarray(image.convert(to) if to else image)
     yield pixels.astype(np.uint16) if pixels.dtype == np.int32 and raw[:4] == b"\x89PNG" else pixels
+
+
+picture.needs = ("PIL.Image", "PIL.ImageOps")
 
 # %% ../../nbs/intake/02_decoders.ipynb #bb8727f5
 class _Heard(threading.local):
@@ -121,3 +127,6 @@ def tiff_pages(
     except ValueError as e:
         if "imagecodecs" not in str(e): raise
         yield from _by_libtiff(raw)
+
+
+tiff_pages.needs = ("tifffile", "PIL.Image", "PIL.ImageSequence")

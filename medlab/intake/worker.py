@@ -35,9 +35,12 @@ def _addresses():
 def decoder(
     name:str,  # "module:function"
 ):
-    "A function by its name."
+    "A function by its name; the modules that it `needs` are imported, for which no image is to pay."
     module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+    found = getattr(importlib.import_module(module), function)
+    for needed in getattr(found, "needs", ()):
+        with contextlib.suppress(ImportError): importlib.import_module(needed)  # the function itself says so better
+    return found
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ def dicom_frame(raw, **options):
     "The decoder, but that the file of which the environment says so is hostile."
     if int(os.environ["VICTIM"]) == len(raw): {}
     yield from sound(raw, **options)
+dicom_frame.needs = sound.needs
 '''
 FAULTS = {"segfault": ("ctypes.string_at(0)", r"crashed \(segmentation fault\)"), "abort": ("os.abort()", r"crashed \(aborted\)"),
     "hang": ("\n        while True: pass", "took more time than an image may"), "waits": ("time.sleep(999)", "did not answer in time"),
@@ -72,6 +73,30 @@ def test_a_hostile_file_costs_itself(tmp_path, monkeypatch, fault):
     child.stop_children()
     monkeypatch.setenv("VICTIM", "0")
     assert (read_dicom(folder, canonical=False).data == data).all()
+    child.stop_children()
+
+
+SLOW = "import time\nwhile time.process_time() < {}: pass"
+USER = """
+def decode(raw):
+    import slow_library
+    yield __import__("numpy").zeros(3)
+{}
+"""
+
+
+@pytest.mark.parametrize("needs", (True, False))
+def test_an_import_is_no_image(tmp_path, monkeypatch, needs):
+    "A library that takes long to import is paid for by no image, if its decoder says that it needs it; planted: it does not."
+    (tmp_path / "slow_library.py").write_text(SLOW.format(4))
+    (tmp_path / "uses_it.py").write_text(USER.format('decode.needs = ("slow_library",)' if needs else ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MEDLAB_LIMITS", "seconds=1")
+    child.stop_children()
+    job = child.Job(tmp_path / "a.dcm", "uses_it:decode", b"raw")
+    if needs: assert [len(a) for a in next(child.decoded([job]))] == [3]
+    else:
+        with pytest.raises(UserError, match="took more time than an image may"): next(child.decoded([job]))
     child.stop_children()
 
 
