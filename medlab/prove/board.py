@@ -71,7 +71,7 @@ class Board:
         every:float=1.0,  # s between two looks, at least
     ):
         self.path, self.every, self.due = Path(getattr(run, "path", run)), every, 0.0
-        self.held = {}  # folder → (what was written, `Standing`; None: it cannot be read)
+        self.held = {}  # folder → (what was written, () where it could not be read; `Standing`; None: it never was read)
 
     @property
     def standings(self) -> list:
@@ -88,8 +88,9 @@ def look(self:Board,
     self.due, found = time.monotonic() + self.every, {}
     for folder in proof_folders(self.path):
         was, written = self.held.get(folder), _written(folder)
-        if was and was[0] == written and not (was[1] and was[1].going): found[folder] = was
-        else: found[folder] = written, _read(folder)
+        if was and was[1] and was[0] == written and not was[1].going: found[folder] = was
+        elif read := _read(folder): found[folder] = written, read
+        else: found[folder] = (), was and was[1]
     self.held = found
 
 

@@ -462,6 +462,26 @@ def test_a_closed_pipe_stops_it(tmp_path):
     assert proof.state == "done"
 
 
+def test_a_stop_in_the_first_step_of_an_arm(tmp_path, monkeypatch):
+    "Before the arm's knobs are in force: the proof is stopped, and has not failed; it goes on later."
+    run = trained(tmp_path / "first")
+    proof = new_proof(run, knobs=dict(lr=1e-5), pairs=3, aa=6, steps=2, scores=False, draws=1)
+    change = Trainer.set
+    def set_and_stop(self, *args, source=None, **knobs):
+        if str(source).startswith("proof, lr=1e-05 2"):
+            proof.stop()
+            self.writer.store.look()  # it is heard before the step
+        return change(self, *args, source=source, **knobs)
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, "set", set_and_stop)
+        make_proof(proof.path)
+    assert proof.state == "stopped" and not proof.run.events("error") and not [e for e in Run(run).events("proof") if e.level == "error"]
+    before = digests(proof)
+    assert ("lr=1e-05", 1) in before and ("lr=1e-05", 2) not in before
+    make_proof(proof.path)
+    assert proof.state == "done" and digests(proof).items() > before.items()
+
+
 def test_one_proof_in_two_processes(tmp_path, capsys):
     "The second is told that it is being made, and how to stop it."
     run = trained(tmp_path / "first")
