@@ -271,6 +271,8 @@ def save_end(self:Saver,
 def rescue(self:Saver, error):
     "After a failed training: save what was learned before, if anything, where the weights are whole and finite."
     whole = getattr(error, "whole", False) and self.loop.step.optimizer_step
+    if isinstance(error, Exception):  # one is enough: what was being written has told of its own
+        with contextlib.suppress(Exception): self.background.wait()
     if self._apart(): return
     if not whole or not all(bool(is_finite(p)) for p in self.loop.step.model.parameters()): return
     with contextlib.suppress(Exception): self.save()  # which tells what went wrong; the first error is the one to raise

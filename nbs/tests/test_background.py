@@ -114,6 +114,23 @@ def test_an_error_that_nobody_foresaw_stops_training(make, monkeypatch):
     assert t.fit(until=9, progress=False).run.checkpoints(), "clean"
 
 
+def test_a_file_that_fails_beside_training_is_told_and_not_raised_again(make, monkeypatch):
+    "Planted: a folder that goes while a file is written, and a step that fails meanwhile. The step's error is the one that is raised, and close() ends in peace."
+    t, failed = make(save_every=5), threading.Event()
+    def save(*args):
+        failed.wait(20)
+        raise UserError("the folder is gone")
+    monkeypatch.setattr(t.saver.manager, "save", save)
+    losses = t.step.losses
+    def broken(*args):
+        if t.saver.background.busy and t.iteration > 7: failed.set(); raise ZeroDivisionError("of this step")
+        return losses(*args)
+    t.step.losses = broken
+    with pytest.raises(ZeroDivisionError, match="of this step"): t.fit(30, progress=False)
+    t.close()
+    assert [e.text for e in Run(t.path).events("checkpoint_failed")] == ["the folder is gone"]
+
+
 def test_the_best_is_kept_and_noted_once_it_is_written(make, slow_disk):
     "Planted: a process that looks while the best is being written finds the one before."
     t = slow_disk["trainer"] = make(Toy(), save_every=0, save_minutes=60)

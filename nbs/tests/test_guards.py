@@ -265,6 +265,7 @@ print(t.run.events("out_of_memory")[0].text if t.run.events("out_of_memory") els
 """
 
 
+@pytest.mark.host
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is enforced on Linux")
 def test_memory_really_runs_out(tmp_path):
     "The kernel refuses memory to a process whose address space is limited: training finishes, to the bits of a run that was told the size it found."

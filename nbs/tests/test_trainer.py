@@ -202,6 +202,7 @@ def test_checkpointing_of_networks_that_have_it_or_cannot(make):
     assert t.fit(2, progress=False).run.changes()[0].state == "reverted" and not t.knobs.activation_checkpointing
 
 
+@pytest.mark.host
 def test_a_recipe_of_ones_own_goes_on_in_a_process(make, monkeypatch):
     "Its module is found where this process finds it; a run directory that this user did not make makes nobody import it."
     t = make().fit(2, progress=False)
@@ -390,6 +391,7 @@ print(t.run.state, len(t.run.checkpoints()), t.fit(2, progress=False).run.state)
 """
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("pace,times,expected", [(0.01, 1, "interrupted\nstopped 1 done"), (3.0, 2, "interrupted\nfailed 0 done")], ids=["once", "twice"])
 def test_ctrl_c(tmp_path, pace, times, expected):
     "The first stops between two steps, saves and interrupts, the second interrupts at once; then it can go on."
@@ -433,6 +435,7 @@ class Odd(Toy):
         return dict(loss=torch.where(odd, torch.nan, model(batch["x"]) - batch["y"]).square().mean(1))
 
 
+@pytest.mark.host
 def test_a_loss_that_is_never_finite_ends_a_script_with_its_reason(tmp_path, capsys):
     "Planted: 20 steps of NaN. The run ends with an error after five of them, the same name is free for the mended script, and nothing is lost."
     process = script(tmp_path, "with Trainer(Broken(), 'run', threads=1) as t: t.fit(20)")
@@ -457,6 +460,7 @@ def test_a_loss_that_is_never_finite_goes_on_where_that_is_asked_for(make, capsy
     with pytest.raises(RuntimeError, match="5 steps in a row were skipped, and none"): make(Broken(), "late").fit(6)
 
 
+@pytest.mark.host
 def test_a_script_without_a_terminal_is_told_what_happens(tmp_path):
     "Each warning once, and what repeats it as a count."
     out, err = script(tmp_path, "with Trainer(Odd(), 'run', threads=1, case_budget=None, drop_looks=0) as t: t.fit(48)").communicate(timeout=250)
@@ -557,6 +561,7 @@ def test_an_older_run_has_no_save_minutes(make):
         t.fit(1, progress=False); t.close()
 
 
+@pytest.mark.host
 def test_ctrl_c_ends_a_script_with_two_trainings(tmp_path):
     "Planted: one Ctrl-C in the first of two. Neither the second one, nor anything behind the first, runs; the state is saved."
     body = """
@@ -574,6 +579,7 @@ print("the end")"""
     assert run.state == "stopped" and run.checkpoints()[-1]["step"] == run.step
 
 
+@pytest.mark.host
 def test_sigterm_saves_and_ends_the_script(tmp_path):
     process = script(tmp_path, "t = Trainer(Toy(pace=0.01), 'run', threads=1)\nt.fit(10**6, progress='lines')\nprint('the end')")
     process.stdout.readline()
