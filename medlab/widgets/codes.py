@@ -274,11 +274,31 @@ def _flush(self:Feed):
 def mend_kernel(
     kernel=None,  # an ipykernel; None: the one this code runs in
 ) -> bool:  # whether there was something to mend
-    "Let ipykernel 7.0 to 7.3 write its replies through the stream it reads from, so that no request is lost."
+    "Let ipykernel 7.0 to 7.3 write its replies through the stream it reads from, and 7.4 ask no subshell that is gone."
     shell = sys.modules["IPython"].get_ipython() if kernel is None and "IPython" in sys.modules else None
     kernel = kernel or getattr(shell, "kernel", None)
     manager = getattr(getattr(kernel, "shell_channel_thread", None), "manager", None)
+    comms = getattr(sys.modules.get("ipykernel.comm.comm"), "BaseComm", None)
+    return any([_mend_stream(kernel, manager), bool(manager and comms) and _mend_routes(manager, comms)])
+
+
+def _mend_stream(kernel, manager):
+    "Send through the stream; whether that was to be mended."
     stream = getattr(kernel, "shell_stream", None)
     if stream is None or getattr(manager, "_shell_socket", stream) is stream: return False
     manager._shell_socket = stream  # it is only sent to, on the stream's own thread
+    return True
+
+
+def _mend_routes(manager, comms):
+    "Ask a subshell that is there; whether that was to be mended."
+    route = getattr(comms, "_reply_subshell_for", None)
+    if route is None or hasattr(route, "mended"): return False
+
+    def there(self, data, default):
+        known, found = manager.list_subshell(), route(self, data, default)
+        return found if found in known else default if default in known else None
+
+    there.mended = True
+    comms._reply_subshell_for = there
     return True

@@ -674,9 +674,9 @@ function view({ model, el, past }) {
     if (Object.hasOwn(hear, m?.t)) hear[m.t](m);
   }
 
-  function hello(again = 4) {
+  function hello(wait = 3000) {  // until it is answered: words may be lost, or wait for a cell to end
     ask("hello");
-    if (again) later(() => { if (!S.spec && root.isConnected) hello(again - 1) }, 3000);
+    later(() => { if (!S.spec && root.isConnected) hello(Math.min(2 * wait, 30000)) }, wait);
   }
 
   function cut(off) {  // the kernel that this panel belonged to is gone: nothing that is pressed here could reach anybody

@@ -1,5 +1,6 @@
 """Kernels that are busy or lose requests, words that never arrive, and Notebook 7: what a page shows all the same."""
 import os
+import queue
 import random
 import sys
 import time
@@ -152,8 +153,9 @@ def test_a_lab_in_a_cell_that_trains(notebook):
     assert not nb.errors, nb.errors
 
 
-def test_no_request_is_lost(tmp_path, monkeypatch):
-    "Requests that arrive while a reply leaves: unmended, ipykernel 7.0 to 7.3 lose one of the first few dozen pairs, and then all."
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+    "A client of a kernel that shows no page."
     pytest.importorskip("jupyter_client", reason="jupyter_client is not installed; it comes with: pip install 'medlab[lab]'")
     from jupyter_client import KernelManager
     from jupyter_client.kernelspec import KernelSpec
@@ -165,13 +167,58 @@ def test_no_request_is_lost(tmp_path, monkeypatch):
     try:
         client.start_channels()
         client.wait_for_ready(timeout=60)
-        client.execute("from medlab.widgets.codes import mend_kernel\nmend_kernel()", reply=True, timeout=60)
-        for i in range(400):
-            wanted = {client.execute("pass", store_history=False)}
-            time.sleep(random.Random(i).uniform(0, 0.004))
-            wanted.add(client.comm_info())
-            while wanted: wanted.discard(client.get_shell_msg(timeout=20)["parent_header"]["msg_id"])
+        yield client
     finally: client.stop_channels(); manager.shutdown_kernel(now=True)
+
+
+MEND = "from medlab.widgets.codes import mend_kernel\nmend_kernel()"
+
+
+def test_no_request_is_lost(client):
+    "Requests that arrive while a reply leaves: unmended, ipykernel 7.0 to 7.3 lose one of the first few dozen pairs, and then all."
+    client.execute(MEND, reply=True, timeout=60)
+    for i in range(400):
+        wanted = {client.execute("pass", store_history=False)}
+        time.sleep(random.Random(i).uniform(0, 0.004))
+        wanted.add(client.comm_info())
+        while wanted: wanted.discard(client.get_shell_msg(timeout=20)["parent_header"]["msg_id"])
+
+
+ECHO = """from comm import create_comm
+import ipykernel.comm.comm
+echo = create_comm(target_name='echo', comm_id='echo')
+echo.on_msg(lambda m: echo.send(m['content']['data']))"""
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_page_that_is_loaded_again_is_heard(client, mended):
+    "It has a subshell of its own, and the one in which its widget spoke last is gone with the page before; planted: ipykernel 7.4 as it is."
+    if kernel_version() < (7, 0): pytest.skip("this ipykernel has no subshells")
+    client.execute(ECHO + f"\n{MEND}" * mended, reply=True, timeout=60)
+
+    def control(kind, **content):
+        message = client.session.msg(kind, content)
+        client.control_channel.send(message)
+        while (reply := client.get_control_msg(timeout=20))["parent_header"]["msg_id"] != message["header"]["msg_id"]: pass
+        return reply["content"]
+
+    def echoed(subshell, text, seconds):
+        message = client.session.msg("comm_msg", dict(comm_id="echo", data=text))
+        message["header"]["subshell_id"] = subshell
+        client.shell_channel.send(message)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            try: said = client.get_iopub_msg(timeout=left)
+            except queue.Empty: return False
+            if said["msg_type"] == "comm_msg" and said["content"]["data"] == text: return True
+        return False
+
+    first = control("create_subshell_request")["subshell_id"]
+    assert echoed(first, "the first page", 30)
+    control("delete_subshell_request", subshell_id=first)
+    again = control("create_subshell_request")["subshell_id"]
+    if mended: assert echoed(again, "loaded again", 30) and echoed(first, "of a page that is gone", 30)
+    elif kernel_version() == (7, 4): assert not echoed(again, "loaded again", 3), "mend_kernel has nothing to mend any more"
 
 
 def test_words_that_are_lost(notebook):
