@@ -71,7 +71,7 @@ class Board:
         every:float=1.0,  # s between two looks, at least
     ):
         self.path, self.every, self.due = Path(getattr(run, "path", run)), every, 0.0
-        self.held = {}  # folder → (what was written, () where it could not be read; `Standing`; None: it never was read)
+        self.held = {}  # folder → (what was written, (): it could not be read; `Standing`, None: it never could)
 
     @property
     def standings(self) -> list:
