@@ -213,7 +213,7 @@ def _writing(self:Saver, state, best=None):
 
 @patch
 def _tell_failed(self:Saver, at, error, best):
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    text, error.told = getattr(error, "strerror", None) or str(error) or type(error).__name__, True
     self.writer.event("checkpoint_failed", text, "error", at, errno=getattr(error, "errno", None))
     if best: self.not_best(best)
 
@@ -271,8 +271,10 @@ def save_end(self:Saver,
 def rescue(self:Saver, error):
     "After a failed training: save what was learned before, if anything, where the weights are whole and finite."
     whole = getattr(error, "whole", False) and self.loop.step.optimizer_step
-    if isinstance(error, Exception):  # one is enough: what was being written has told of its own
-        with contextlib.suppress(Exception): self.background.wait()
+    if isinstance(error, Exception):  # the one to raise; that of a file in the background is told
+        try: self.background.wait()
+        except Exception as e:
+            if not hasattr(e, "told"): self._tell_failed(self.iteration, e, None)
     if self._apart(): return
     if not whole or not all(bool(is_finite(p)) for p in self.loop.step.model.parameters()): return
     with contextlib.suppress(Exception): self.save()  # which tells what went wrong; the first error is the one to raise

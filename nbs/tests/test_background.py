@@ -114,13 +114,15 @@ def test_an_error_that_nobody_foresaw_stops_training(make, monkeypatch):
     assert t.fit(until=9, progress=False).run.checkpoints(), "clean"
 
 
-def test_a_file_that_fails_beside_training_is_told_and_not_raised_again(make, monkeypatch):
+@pytest.mark.parametrize("where", ["file", "listener"])
+def test_a_file_that_fails_beside_training_is_told_and_not_raised_again(make, monkeypatch, where):
     "Planted: a folder that goes while a file is written, and a step that fails meanwhile. The step's error is the one that is raised, and close() ends in peace."
     t, failed = make(save_every=5), threading.Event()
     def save(*args):
         failed.wait(20)
         raise UserError("the folder is gone")
-    monkeypatch.setattr(t.saver.manager, "save", save)
+    if where == "file": monkeypatch.setattr(t.saver.manager, "save", save)
+    else: t.saver.saved.append(save)  # of a file that is there
     losses = t.step.losses
     def broken(*args):
         if t.saver.background.busy and t.iteration > 7: failed.set(); raise ZeroDivisionError("of this step")
