@@ -24,9 +24,7 @@ import traceback
 import types
 from pathlib import Path
 
-import torch
 from fastcore.docments import docments
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 # %% ../nbs/00_core.ipynb #deb85ec0
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -224,8 +222,9 @@ def derive_seed(
 def generator(
     seed:int,  # the run's seed
     *path,  # where it is used, see `derive_seed`
-) -> torch.Generator:  # on the CPU, so that its numbers do not depend on the device
+):  # `torch.Generator`, on the CPU, so that its numbers do not depend on the device
     "A torch generator for one place of one run."
+    import torch
     return torch.Generator().manual_seed(derive_seed(seed, *path))
 
 # %% ../nbs/00_core.ipynb #b8e04e93
@@ -234,10 +233,10 @@ def seeded(
     seed:int,  # see `derive_seed`
 ):
     "Within it torch's global generator begins with a seed; afterwards that of the CPU goes on where it was."
+    import torch
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
 
 # %% ../nbs/00_core.ipynb #48a91688
 def kept_tensors(
@@ -250,10 +249,11 @@ def kept_tensors(
         @functools.wraps(make)
         def kept(*args):
             "What `make` returned for these arguments, first now or before."
+            import torch
+            from torch._subclasses.fake_tensor import unset_fake_temporarily
             with torch.inference_mode(False), torch.no_grad(), unset_fake_temporarily(): return make(*args)
         return kept
     return decorate
-
 
 # %% ../nbs/00_core.ipynb #43f40725
 def optional(

@@ -14,8 +14,7 @@ from pathlib import Path
 from ..core import RunFailed, UserError
 from ..parallel.launch import PATIENCE, joined, launch, launched, launcher_here, rank_here
 from ..parallel.replicas import check_parallel, replicas_here
-from ..run.directory import Run
-from ..run.writer import is_empty_run
+from ..run.directory import Run, is_empty_run
 
 # %% ../../nbs/cli/14_ranks.ipynb #e6f61ae7
 def processes(

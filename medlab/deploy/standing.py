@@ -8,8 +8,7 @@ __all__ = ['begun', 'ended']
 # %% ../../nbs/deploy/02_standing.ipynb #5b1d7a12
 from pathlib import Path
 
-from ..run.directory import Run
-from ..run.writer import is_empty_run
+from ..run.directory import Run, is_empty_run
 
 # %% ../../nbs/deploy/02_standing.ipynb #5b1d7a14
 def begun(

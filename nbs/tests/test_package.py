@@ -3,6 +3,7 @@ import importlib
 import pkgutil
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -56,6 +57,15 @@ def test_import_is_quick():
 def test_import_is_light(package):
     loaded = fresh(f"import {package}, sys; print(*{HEAVY | EXTRAS} & set(sys.modules))")
     assert loaded == "", f"import {package} loads {loaded}"
+
+
+@pytest.mark.parametrize("words", ["--version", "--help", "train --help", "train nosuch", "runs {}", "standing"])
+def test_a_quick_question_loads_no_torch(words, tmp_path):
+    "Which takes seconds; of a run that is told too what a job's script asks for each time it begins."
+    shutil.copytree(Path(__file__).with_name("fixtures") / "run_v1", tmp_path / "run")
+    asks = f"from medlab.deploy.standing import begun; assert begun({str(tmp_path / 'run')!r})" if words == "standing" else \
+        f"from medlab.cli.main import main; main({words.format(tmp_path).split()!r})"
+    assert fresh(f"import sys\ntry: {asks}\nexcept SystemExit: pass\nprint('torch' in sys.modules)").endswith("False")
 
 
 @pytest.mark.parametrize("package", [medlab, data, recipes], ids=lambda p: p.__name__)
