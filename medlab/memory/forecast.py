@@ -169,6 +169,7 @@ class StepPlan:
     gpu:bool = True  # under autocast as on a GPU, and nothing is unfolded; False: as on the processor
     bind:bool = False  # `losses` is a function of the `System` that returns the losses, as `Recipe.bind_losses`
     trace:object = None  # hears what lives when, see `memory.trace.Trace`; None: nobody
+    kept:bool = True  # weigh what autograd keeps, too, which takes another forward pass
 
     def __post_init__(self):
         if self.precision not in PRECISIONS: raise UnknownName("precision", self.precision, PRECISIONS)
@@ -222,7 +223,7 @@ class Forecast:
     moments:int  # all that the optimizer keeps
     average:int  # of an exponential moving average
     others:int  # buffers, the batch, and what lies beside
-    saved:int  # what autograd keeps of a forward pass, see `kept_bytes`
+    saved:int  # what autograd keeps of a forward pass, see `kept_bytes`; None: it was not weighed
     phases:dict  # of `PHASES` → (the most that lives at once, the same with the unfolded input of the convolution)
     teacher:int = 0  # averaged networks of the system
     frozen:int = 0  # networks of the system that never change
@@ -235,7 +236,7 @@ class Forecast:
 
     def __str__(self):
         held = [k for k in ("parameters", "gradients", "moments", "average", "teacher", "frozen", "others", "saved")
-            if getattr(self, k) or k not in ("teacher", "frozen")]
+            if getattr(self, k) or k not in ("teacher", "frozen", "saved")]
         at = max(self.phases, key=lambda k: self.phases[k][0])
         parts = ", ".join(f"{k} {size_in_words(getattr(self, k))}" for k in held)
         peak, most = map(size_in_words, (self.peak, self.most))
@@ -306,7 +307,7 @@ def count(self:StepPlan,
         system = self._network()
         network, losses = system.model, self.losses(system) if self.bind else self.losses
         batch = tree_map_only(torch.Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype), dict(self.batch))
-        with Ledger(): saved = kept_bytes(lambda: self._loss(losses, network, batch), network)
+        with Ledger(): saved = kept_bytes(lambda: self._loss(losses, network, batch), network) if self.kept else None
         with Ledger(processor=not self.gpu, watch=self.trace) as ledger:
             phases, *held = self._phases(system, losses, batch, ledger)
     parameters, buffers = _nbytes(network.parameters()), _nbytes(network.buffers())

@@ -317,15 +317,26 @@ def largest_batch(
     device:str,  # "cuda" or "cpu"
     most:int=4096,  # samples
 ) -> int:  # 0: none
-    "The largest number of samples for which it is certain that they fit."
-    ok = lambda n: at_most(peaks_of(n), device) <= memory
-    if not ok(1): return 0
-    low, high = 1, 2
-    while high <= most and ok(high): low, high = high, 2 * high
-    while high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if ok(middle) else (low, middle)
-    return low
+    "The largest number of samples, to a sixteenth, for which it is certain that they fit; few are counted."
+    points, low = {}, 1
+    ask = lambda n: points.update({n: at_most(peaks_of(n), device)})
+    ask(1)
+    if points[1] > memory: return 0
+    while True:
+        low = max(n for n, taken in points.items() if taken <= memory)
+        high = min((n for n, taken in points.items() if taken > memory), default=most + 1)
+        if high - low <= max(1, low // 16): return low
+        ask(_next_batch(points, low, high, memory))
+
+
+def _next_batch(points, low, high, memory):
+    "The number of samples between two at which a line through what was counted meets the memory, or the middle."
+    if len(points) == 1: return 2
+    if high in points and len(points) % 2: return (low + high) // 2  # a line may creep
+    (n, y), (other, base) = sorted(points.items(), key=lambda p: abs(p[1] - memory))[:2]
+    slope = (y - base) / (n - other)
+    wanted = int(n + (memory - y) / slope) if slope > 0 else 2 * low
+    return min(max(wanted, low + max(1, low // 16)), high - 1)
 
 # %% ../../nbs/train/13_forecast.ipynb #8cb366b6
 def _takes(recipe, size):
@@ -345,7 +356,7 @@ def _patch_that_fits(made, count, asked):
     def bytes_at(new):
         "That a step takes for certain."
         there = count.at_size(new)
-        return at_most((there.on(ranks) if ranks.divided else ranks).peaks(there(*asked)), count.device)
+        return at_most((there.on(ranks) if ranks.divided else ranks).peaks(there(*asked, kept=False)), count.device)
 
     return largest_patch(size, made.most, made.memory, bytes_at, lambda new: _takes(count.recipe, new))
 
@@ -358,7 +369,7 @@ def _fix_table(count, ranks, n, now):
     changes = {k: v for k, v in changes.items() if not gone.get(k) and v != (n, *now)}
     out = {}
     for k, asked in changes.items():
-        try: peaks = ranks.peaks(count(*asked))
+        try: peaks = ranks.peaks(count(*asked, kept=False))
         except UserError as e: out[k] = f"not counted: {e}"
         else: out[k] = peaks[0], at_most(peaks, count.device)
     return out
@@ -418,7 +429,7 @@ def _forecast_made(count, ranks, fixes, **fields):
         shared = count.on(replace(ranks, gpus=max(8, ranks.gpus), parallel="zero1"))
         out.fixes[f"zero1 on {shared.gpus} ranks"] = (p := shared.peaks(out.step))[0], at_most(p, device)
     if out.memory:
-        out.largest = largest_batch(lambda n: ranks.peaks(count(n, *now)), out.memory, device)
+        out.largest = largest_batch(lambda n: ranks.peaks(count(n, *now, kept=False)), out.memory, device)
         out.patch = _patch_that_fits(out, count, (n, *now))
     return out
 

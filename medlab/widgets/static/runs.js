@@ -108,8 +108,13 @@ function view({ model, el, kept }) {
   }
   model.on("msg:custom", heard);
   kept.tell(heard);
-  try { model.send({ t: "hello" }) } catch { /* the kernel is gone */ }
-  return () => { model.off("msg:custom", heard); alive.stop() };
+  let timer;
+  function hello(wait) {  // until it is answered: words may be lost, or wait for a cell to end
+    try { model.send({ t: "hello" }) } catch { return }  // the kernel is gone, and this model with it
+    timer = setTimeout(() => { if (!root) hello(Math.min(2 * wait, 30000)) }, wait);
+  }
+  hello(3000);
+  return () => { clearTimeout(timer); model.off("msg:custom", heard); alive.stop() };
 }
 
 export default () => {

@@ -36,5 +36,10 @@ def test_runs_are_compared(notebook):
         shot(nb, f"compared_{'dark' if dark else 'light'}.png")
     bar.locator("button", has_text="Take away").click()
     nb.until("() => !document.querySelector('.widget-html h4') && document.querySelector('.mr-bar').hidden")
-    nb.kernel("runs.close()")
     assert not nb.errors, nb.errors
+    nb.save()
+    nb.kernel("heard, lost = runs._heard, []\nruns._heard = lambda m: lost.append(m) if m['t'] == 'hello' and not lost else heard(m)")
+    nb.page.reload()
+    nb.until("() => document.querySelectorAll('.medlab-runs tbody tr').length === 2", seconds=60)  # asked for until it is answered
+    assert nb.kernel("print(len(lost))") == "1"
+    nb.kernel("runs.close()")
