@@ -1,5 +1,7 @@
-"""Tests of trainers run twice, with decisions taken on the host and with those of a GPU, forced on the CPU; and the
-files that take longest come first."""
+"""Tests of trainers run twice, with decisions taken on the host and with those of a GPU, forced on the CPU; the files
+that take longest come first, and what shows once more what others show waits for MEDLAB_LONG=1."""
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,17 @@ LONG = ("process/test_launch", "browser/test_proofs", "browser/test_screen", "te
     "test_cache")  # longest first
 
 
+def pytest_configure():
+    "A shell has what it starts in the background ignore Ctrl-C, and so would the processes that tests interrupt."
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items):
     "A long file that begins last would run alone, with the other process of tests idle."
+    if not os.environ.get("MEDLAB_LONG"):
+        wait = pytest.mark.skip(reason="shows once more what a shorter test shows; MEDLAB_LONG=1 runs it")
+        for item in items:
+            if item.get_closest_marker("long"): item.add_marker(wait)
     place = {f"{name}.py": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.relative_to(HERE).as_posix(), len(LONG)))
 

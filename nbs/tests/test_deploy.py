@@ -190,7 +190,7 @@ def steps_of(run):
     except Exception: return 0
 
 
-@pytest.mark.parametrize("kind,words,nodes,preempted", [("docker", (), 1, 143), ("slurm", ("--gpus", 2), 1, 0), ("kubernetes", ("--nodes", 2, "--image", "m:1", "--claim", "c"), 2, 143)])
+@pytest.mark.parametrize("kind,words,nodes,preempted", [pytest.param("docker", (), 1, 143, marks=pytest.mark.long), pytest.param("slurm", ("--gpus", 2), 1, 0, marks=pytest.mark.long), ("kubernetes", ("--nodes", 2, "--image", "m:1", "--claim", "c"), 2, 143)])
 def test_it_begins_is_preempted_and_goes_on_to_its_target(tmp_path, kind, words, nodes, preempted):
     "The scripts themselves, with this Python, on the CPU; nodes are processes that meet at a port of this machine."
     run, script, far = tmp_path / "a b", tmp_path / "s/train.sh", 10**6

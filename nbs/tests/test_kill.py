@@ -53,7 +53,7 @@ def kill_at_step(path, step, changes=None):
     process.wait()
 
 
-@pytest.mark.parametrize("changes", [None, CHANGES], ids=["plain", "changed"])
+@pytest.mark.parametrize("changes", [pytest.param(None, marks=pytest.mark.long), CHANGES], ids=["plain", "changed"])
 def test_resume_gives_the_same_bits(tmp_path, changes):
     whole = finish(tmp_path / "whole", 40, changes)
     assert finish(tmp_path / "halves", 20, changes) != whole

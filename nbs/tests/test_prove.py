@@ -113,7 +113,7 @@ def test_arms_with_loading_processes(tmp_path):
 
 # what does nothing is identical
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["segmentation", *(pytest.param(n, marks=pytest.mark.long) for n in ("fast_ddpm", "restoration"))])
 def test_what_does_nothing_is_identical(tmp_path, name):
     "A clip that never binds, activations that are computed again, a validation that never comes: each is equal to the bit."
     trained(tmp_path / "first", tiny(name), clip_norm=1e8, activation_checkpointing=False)

@@ -84,6 +84,7 @@ def test_predictions_lie_where_their_image_lies_and_hold_its_ids(files):
     assert step == 5 and recipe.table.ids == (0, 7, 40)
 
 
+@pytest.mark.host
 def test_check_names_what_is_wrong(files):
     status, out, err = said("check", files / "data", "--recipe", "segmentation")
     assert status == 0 and "8 cases: 3 sound, 5 in quarantine" in out and "holds 0, 7, 40" in out, err
@@ -218,6 +219,7 @@ def test_knobs_survive_a_stop_and_replay(tmp_path):
         assert torch.equal(state(t), whole)
 
 
+@pytest.mark.host
 def test_workers_load_the_same_patches(tmp_path):
     "Two loading processes: the same weights as without any."
     made = []
@@ -229,6 +231,7 @@ def test_workers_load_the_same_patches(tmp_path):
     assert torch.equal(*made)
 
 
+@pytest.mark.host
 def test_cases_in_folders_are_read_and_told(tmp_path):
     "Visits in folders and a DICOM series are cases as others, joined to their patients; what lacks its half is named, in check and in train."
     for i, name in enumerate(("P1", "P2", "baseline/P3", "followup/P3", "sub-07/ses-1/anat/x", "lonely/P4")):

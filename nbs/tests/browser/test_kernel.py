@@ -241,6 +241,7 @@ codes._messages = lose""")
     assert not nb.errors, nb.errors
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("notebook") is None, reason="Notebook 7 is not installed; it comes with: pip install 'notebook>=7.6'")
 def test_notebook_7(notebook):
     nb = notebook(RUN.format(name="seven"), BOTH, ui="notebooks")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 OLD = Path(__file__).parents[1] / "fixtures" / "run_v1"
-UIS = ("lab/tree", pytest.param("notebooks", marks=pytest.mark.skipif(find_spec("notebook") is None, reason="Notebook 7 is not installed; it comes with: pip install 'notebook>=7.6'")))
+UIS = ("lab/tree", pytest.param("notebooks", marks=[pytest.mark.long, pytest.mark.skipif(find_spec("notebook") is None, reason="Notebook 7 is not installed; it comes with: pip install 'notebook>=7.6'")]))
 SEEN = """() => { const top = document.querySelector('.jp-WindowedPanel-outer, .jp-Notebook').getBoundingClientRect();
     const sight = e => { const r = e.getBoundingClientRect(); return r.width > 20 && r.top >= top.top - 1 && r.bottom <= top.bottom + 1 && r.left >= top.left && r.right <= top.right };
     return { planes: [...document.querySelectorAll('.medlab-viewer canvas')].map(sight), buttons: [...document.querySelectorAll('.mp-button')].filter(b => b.clientWidth).map(sight),

@@ -184,7 +184,7 @@ def test_no_worker_outlives_a_trainer_that_is_killed(tmp_path):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("how,words", [(dict(guard="if True:"), "this script would start training again in each of its loading processes"), (dict(text=True), "Can't get attribute 'Cases'")], ids=["no_guard", "cells"])
+@pytest.mark.parametrize("how,words", [(dict(guard="if True:"), "this script would start training again in each of its loading processes"), pytest.param(dict(text=True), "Can't get attribute 'Cases'", marks=pytest.mark.long)], ids=["no_guard", "cells"])
 def test_workers_that_cannot_start_are_no_fault_of_the_samples(tmp_path, how, words):
     process = script(tmp_path, **how)
     out, err = process.communicate(timeout=120)
