@@ -12,12 +12,14 @@ from medlab.train import trainer
 HERE = Path(__file__).parent
 BOTH = "test_trainer", "test_guards", "test_lr", "test_restoration", "test_segmentation"  # modules
 
-LONG = ("process/test_launch", "browser/test_proofs", "browser/test_screen", "test_prove", "test_kill",
-    "browser/test_lab", "test_deploy", "test_mirror", "process/test_workers", "test_same_stream",
-    "browser/test_fault", "test_forecast", "browser/test_panel", "browser/test_curves", "test_guards",
-    "test_own_recipe", "browser/test_kernel", "browser/test_viewer", "test_trainer", "test_cli", "test_preflight",
-    "test_culprit", "test_geometry", "test_hostile", "test_codec", "process/test_outages", "test_own_data",
-    "test_cache")  # longest first
+LONG = ("test_prove", "process/test_launch", "test_forecast", "test_same_stream", "test_cache", "test_own_recipe",
+    "test_guards", "browser/test_panel", "process/test_elastic", "browser/test_proofs", "browser/test_screen",
+    "process/test_workers", "test_speed", "test_deploy", "test_segmentation", "test_trainer", "test_slices", "test_cli",
+    "test_mirror", "browser/test_lab", "test_export", "browser/test_kernel", "browser/test_fault",
+    "browser/test_curves", "test_preflight", "test_lr", "test_codec", "test_own_data", "test_cohort", "test_vjepa",
+    "test_hostile", "test_fork", "test_kill", "process/test_ranks", "browser/test_two_ranks", "test_check",
+    "test_waits", "test_bench_tables", "test_background", "test_compare", "test_culprit", "process/test_outages",
+    "test_child", "browser/test_viewer")  # longest first
 
 
 def pytest_configure():
