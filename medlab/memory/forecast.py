@@ -236,7 +236,7 @@ class Forecast:
 
     def __str__(self):
         held = [k for k in ("parameters", "gradients", "moments", "average", "teacher", "frozen", "others", "saved")
-            if getattr(self, k) or k not in ("teacher", "frozen", "saved")]
+            if getattr(self, k) or k not in ("teacher", "frozen") and getattr(self, k) is not None]
         at = max(self.phases, key=lambda k: self.phases[k][0])
         parts = ", ".join(f"{k} {size_in_words(getattr(self, k))}" for k in held)
         peak, most = map(size_in_words, (self.peak, self.most))

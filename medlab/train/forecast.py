@@ -24,7 +24,7 @@ from ..batches.quarantine import Quarantine
 from ..core import UnknownName, UserError
 from ..memory.forecast import Forecast, Ledger, WithoutMemory, forecast, size_in_words
 from ..memory.savings import named_blocks
-from ..memory.sizes import LargestPatch, largest_patch, resized
+from ..memory.sizes import LargestPatch, largest_patch, line_meets, resized
 from ..memory.timeline import Timeline, memory_timeline
 from ..parallel.shards import largest_share
 from ..recipes.base import Recipe
@@ -318,24 +318,23 @@ def largest_batch(
     most:int=4096,  # samples
 ) -> int:  # 0: none
     "The largest number of samples, to a sixteenth, for which it is certain that they fit; few are counted."
-    points, low = {}, 1
-    ask = lambda n: points.update({n: at_most(peaks_of(n), device)})
-    ask(1)
+    taken = lambda n: at_most(peaks_of(n), device)
+    points = {1: taken(1)}  # samples → bytes
     if points[1] > memory: return 0
     while True:
-        low = max(n for n, taken in points.items() if taken <= memory)
-        high = min((n for n, taken in points.items() if taken > memory), default=most + 1)
+        low = max(n for n, found in points.items() if found <= memory)
+        high = min((n for n, found in points.items() if found > memory), default=most + 1)
         if high - low <= max(1, low // 16): return low
-        ask(_next_batch(points, low, high, memory))
+        n = _next_batch(points, low, high, memory)
+        points[n] = taken(n)
 
 
 def _next_batch(points, low, high, memory):
     "The number of samples between two at which a line through what was counted meets the memory, or the middle."
     if len(points) == 1: return 2
     if high in points and len(points) % 2: return (low + high) // 2  # a line may creep
-    (n, y), (other, base) = sorted(points.items(), key=lambda p: abs(p[1] - memory))[:2]
-    slope = (y - base) / (n - other)
-    wanted = int(n + (memory - y) / slope) if slope > 0 else 2 * low
+    wanted = int(line_meets(points, memory))
+    if wanted < low: wanted = 2 * low  # it does not rise
     return min(max(wanted, low + max(1, low // 16)), high - 1)
 
 # %% ../../nbs/train/13_forecast.ipynb #8cb366b6

@@ -674,11 +674,6 @@ function view({ model, el, past }) {
     if (Object.hasOwn(hear, m?.t)) hear[m.t](m);
   }
 
-  function hello(wait = 3000) {  // until it is answered: words may be lost, or wait for a cell to end
-    ask("hello");
-    later(() => { if (!S.spec && root.isConnected) hello(Math.min(2 * wait, 30000)) }, wait);
-  }
-
   function cut(off) {  // the kernel that this panel belonged to is gone: nothing that is pressed here could reach anybody
     S.dead = off; root.dataset.dead = off;
     for (const e of [buttons, last, restore, fixes.body, knobs.body, older]) e.inert = off;
@@ -693,7 +688,7 @@ function view({ model, el, past }) {
   drawHead(); drawButtons(); sift();
   model.on("msg:custom", onMessage);
   past.tell(onMessage);
-  hello();
+  alive.insist(() => ask("hello"), () => S.spec || !root.isConnected);
   return () => { model.off("msg:custom", onMessage); alive.stop(); clearInterval(watch); for (const t of timers) clearTimeout(t) };
 }
 

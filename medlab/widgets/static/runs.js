@@ -108,13 +108,9 @@ function view({ model, el, kept }) {
   }
   model.on("msg:custom", heard);
   kept.tell(heard);
-  let timer;
-  function hello(wait) {  // until it is answered: words may be lost, or wait for a cell to end
-    try { model.send({ t: "hello" }) } catch { return }  // the kernel is gone, and this model with it
-    timer = setTimeout(() => { if (!root) hello(Math.min(2 * wait, 30000)) }, wait);
-  }
-  hello(3000);
-  return () => { clearTimeout(timer); model.off("msg:custom", heard); alive.stop() };
+  let gone = false;
+  alive.insist(() => { try { model.send({ t: "hello" }) } catch { gone = true } }, () => root || gone);  // a kernel that is gone answers nothing
+  return () => { model.off("msg:custom", heard); alive.stop() };
 }
 
 export default () => {
