@@ -80,8 +80,9 @@ class Replicas(Protocol):
     def sum(self, values):
         "The sum of a tensor over the replicas, in its place."
 
-    def share(self, item, at:str="a meeting") -> list:
-        "What every replica gives, by rank; raises `UserError` everywhere where one is `at` something else."
+    def share(self, item, at:str="a meeting", patient:bool=False) -> list:
+        """What every replica gives, by rank; raises `UserError` everywhere where one is `at` something else. `patient`:
+        that others come late is nothing to tell."""
 
     def first(self, call):
         "What `call()` returns on rank 0, which alone calls it; what it refuses there is raised everywhere."

@@ -40,7 +40,7 @@ class OneProcess:
     def keeps(self, p): "It does."; return True
     def gather(self, kept): "What it keeps."; return kept
     def sum(self, values): "The values."; return values
-    def share(self, item, at=""): "Its own."; return [item]
+    def share(self, item, at="", patient=False): "Its own."; return [item]
     def first(self, call): "What the call returns."; return call()
     def together(self, call): "What the call returns."; return call()
 
@@ -250,11 +250,13 @@ def _pass(self:ProcessGroup, t, rank):
 def share(self:ProcessGroup,
     item,  # what can be pickled
     at:str="a meeting",  # what this rank is doing
+    patient:bool=False,  # whether others may come much later, so that it is not told
 ) -> list:  # by rank
     """What every rank gives. Raises `RunFailed` where one of them is gone, and `UserError` on all of them where one is
     doing something else."""
     every = [None] * self.size
-    with self._told(at): self.reach(dist.all_gather_object, every, (at, item))
+    with contextlib.nullcontext() if patient else self._told(at):
+        self.reach(dist.all_gather_object, every, (at, item))
     places = [place for place, _ in every]
     if len(set(places)) > 1:
         found = "; ".join(f"rank {r}: {place}" for r, place in enumerate(places))

@@ -122,6 +122,18 @@ def _repr_html_(self:Table):
     notes = "".join(f"<p>{html.escape(text)}</p>" for text in self.notes)
     return f"<table>{''.join([*map(row, lines[:n]), *out, *map(row, lines[n:])])}</table>{notes}"
 
+# %% ../../nbs/recipes/10_table.ipynb #962ad06c
+@patch(cls_method=True)
+def joined(cls:Table,
+    tables,  # of different cases
+    order,  # names of the cases, in which their rows come
+) -> Table:
+    "Several tables as one, which says of a case once why it is left out."
+    place = {n: i for i, n in enumerate(order)}
+    rows = sorted((r for t in tables for r in t.rows), key=lambda r: place.get(r.get("case"), len(place)))
+    out = {r["case"]: r for t in tables for r in t.left_out}
+    return cls(rows, "\n".join(dict.fromkeys(t.note for t in tables if t.note)), list(out.values()))
+
 # %% ../../nbs/recipes/10_table.ipynb #9cfcf98d
 @patch
 def to_csv(self:Table,

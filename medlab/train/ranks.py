@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MANY', 'ALONE', 'Alone', 'Together', 'is_news', 'digest', 'refuse_apart', 'claim_place', 'mirror_on',
-           'parallel_before', 'on_any_rank', 'refuse_other_rank']
+           'parallel_before', 'on_any_rank', 'refuse_other_rank', 'score_together']
 
 # %% ../../nbs/train/14_ranks.ipynb #6ab33bee
 import hashlib
@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..core import UserError, command_words
+from ..core import RunFailed, UserError, command_words, with_own_line
 from ..mirror.mirror import mirror_of
 from ..parallel.launch import parent_here
 from ..parallel.replicas import OneProcess
+from ..recipes.table import Table
 from ..run.directory import Run
 from ..run.writer import RANKS, RunWriter
 
@@ -238,3 +239,33 @@ def refuse_other_rank(
     "Raise `UserError` on every rank but the first."
     if replicas.rank: raise UserError(f"{what} is asked of rank 0, which tells the others; this is rank "
         f"{replicas.rank} of {replicas.size}")
+
+# %% ../../nbs/train/14_ranks.ipynb #9de2dfd1
+def _share_scored(replicas, cases, score):
+    "(table, why memory did not suffice, error) of the cases that are this rank's; None for what there is not."
+    own = cases[replicas.rank::replicas.size]
+    try: return *(score(own) if own else (None, None)), None
+    except BaseException as e: return None, None, e
+
+
+def score_together(
+    replicas,  # `Replicas`
+    cases,  # names; anything else is scored by every rank
+    score,  # function of cases: (`Table`, None), or (None, why there is none)
+    part=lambda case: "",  # function of a name: the part of the split that it is in
+) -> tuple:  # as of `score`
+    """What `score` gives for all cases, of which each rank scores some. Raises what it raises, and `RunFailed` for what
+    it raises elsewhere, where no rank has a score."""
+    if replicas.size == 1 or not isinstance(cases, list): return score(cases)
+    table, why, error = _share_scored(replicas, cases, score)
+    told = with_own_line(error) or type(error).__name__ if error else why
+    heard = replicas.share((table, told), "a validation", patient=True)
+    if error and not isinstance(error, Exception): raise error
+    failed = [(r, text) for r, (_, text) in enumerate(heard) if text]
+    if not (tables := [t for t, _ in heard if t]):
+        if error: raise error
+        if why: return None, why
+        raise RunFailed(f"rank {failed[0][0]} could not score: {failed[0][1]}")
+    out = [dict(case=c, split=part(c), why=f"rank {r} could not score its share: {'; '.join(text.splitlines())}")
+        for r, text in failed for c in cases[r::replicas.size]]
+    return Table.joined([*tables, Table([], left_out=out)], cases), None

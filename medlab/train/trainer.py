@@ -60,7 +60,7 @@ from .loop import Between, Halted, Loop, recover
 from .process import movable, start_process, wait_for_process
 from .progress import LEVELS, Bar, EventPrinter, Progress, already_shown, last_step
 from .ranks import Together, claim_place, digest, mirror_on, on_any_rank, parallel_before, refuse_apart
-from .ranks import refuse_other_rank
+from .ranks import refuse_other_rank, score_together
 from .saving import Saver, as_stored, ask_again
 from .state import KnobState, ModelState, OptimizerState, RunState, build_optimizer, build_system
 from .state import moved_places, recipe_of, torch_device
@@ -210,7 +210,7 @@ def _assemble(self:Trainer, stored, knobs, aside):
     self.run, self.writer.where = self.writer.run, lambda: self.progress.iteration
     self.put_together()
     self.validation = Validation(self.recipe, self.knobs, self._scores, self.telemetry.put, self._report,
-        self.replicas.rank == 0, stored.get("best"))
+        self.replicas.rank == 0, stored.get("best"), lambda n: self.replicas.first(lambda: n))
     self.telemetry.more, self.saver.not_best = lambda: self.validation.shown, self.validation.forget
     if stored:
         self.saver.resume(stored, self.mailbox.ask)
@@ -688,8 +688,12 @@ def _validate(self:Trainer):
 @patch
 def _scores(self:Trainer, cases):
     "(the table of the cases, None), or (None, why memory did not suffice)."
-    score = lambda **kw: table_of(self.recipe, self.recipe.evaluate(self.snapshot(), cases, **kw))
-    return infer(score, self.recipe, self.memory, self._report, None, "validation", self.knobs.val_retries)
+    def score(own):
+        call = lambda **kw: table_of(self.recipe, self.recipe.evaluate(self.snapshot(), own, **kw))
+        return infer(call, self.recipe, self.memory, self._report, None, "validation", self.knobs.val_retries)
+
+    part = self.recipe.split.part if self.recipe.split else None
+    return score_together(self.replicas, cases, score, part)
 
 # %% ../../nbs/train/10_trainer.ipynb #70036ca5
 @patch

@@ -34,10 +34,11 @@ class Validation:
         report,  # function of an event: (kind, text, level, iteration, **data)
         decides:bool=True,  # whether this process tells by its clock when it is time; of several ranks one does
         best:dict=None,  # what `best` was when the run was left; None: a new run
+        agreed=lambda n: n,  # function of how many cases are to be scored: how many it is on all ranks
         clock=time.perf_counter,
     ):
         self.recipe, self.knobs, self.score = recipe, knobs, score
-        self.record, self.report, self.decides = record, report, decides
+        self.record, self.report, self.decides, self.agreed = record, report, decides, agreed
         self.clock, self.begun = clock, None
         self.trained, self.spent, self.cost = 0.0, 0.0, None  # s of training so far, of validation, of the last one
         self.scored, self.each = 0, None  # cases of the last one; s for each
@@ -152,7 +153,7 @@ def __call__(self:Validation,
     iteration:int,  # steps made
 ) -> bool:  # whether the result is the best so far
     "Score cases, and record what comes of it."
-    start, self.scored = self.clock(), self.count()
+    start, self.scored = self.clock(), self.agreed(self.count())
     try: table, why = self.score(self.cases(self.scored))
     except Exception as e: table, why = None, f"{with_own_line(e)}\n{traceback.format_exc()}"
     self.took(self.clock() - start, first=True)

@@ -12,6 +12,7 @@ from toys import Half, events, trainer
 from medlab import faults
 from medlab.core import RunFailed, UserError
 from medlab.parallel import replicas
+from medlab.recipes.base import Recipe
 from medlab.run.directory import Run
 
 STEPS = 12
@@ -33,12 +34,31 @@ PLANS = {
 }
 
 
+SCORED = dict(val_every_steps=3, val_cases=5, save_every=3)
+
+
 class MySGD(torch.optim.SGD): "Nobody knows how it steps."
 
 
 class Own(Half):
     "With an optimizer of the user's own."
     def build_optimizer(self, params, lr, **kw): return MySGD(params, lr)
+
+
+class Scored(Half):
+    "With cases that are held out, of which one is torn; notes which of them this process has scored."
+    metric = "-error"
+
+    def setup(self, split=None): return self.divide([f"half{i:02}" for i in range(64)], split, group=lambda n: n)
+
+    def dataset(self): return [d for d in super().dataset() if d["case"] in self.split.train]
+
+    def score(self, model, name):
+        vars(self).setdefault("seen", []).append(name)
+        if name == self.split.val[1]: raise ValueError("torn")
+        return dict(error=float(model(torch.full((1, 4), float(name[-1]))).square().mean()))
+
+    evaluate = Recipe.evaluate
 
 
 def rank(number, folder, parallel):
@@ -67,6 +87,10 @@ def rank(number, folder, parallel):
             if not number: t.save()
             t.fit(2, progress=False)
         except UserError as e: apart["alone"] = str(e)
+    with trainer(f"{folder}/scored", Scored(), gradient_accumulation_steps=2, parallel=parallel, **SCORED) as t:
+        t.fit(6, progress=False)
+        told = [e.text for e in t.run.events("validation") if e.level != "info"]
+        print(json.dumps(dict(name="scored", seen=t.recipe.seen, errors=t.run.metrics("val_error")["val_error"].value.tolist(), best=t.validation.best, told=told, held=list(t.recipe.split.val))))
     replicas.LONG = 0.5
     with trainer(f"{folder}/late", Half(), gradient_accumulation_steps=2, parallel=parallel) as t:
         t.fit(2, progress=False)
@@ -86,7 +110,7 @@ def outcomes(request, tmp_path_factory):
     finally: [p.kill() for p in made]
     assert [p.returncode for p in made] == [0, 0], out[0][1][-2000:] + out[1][1][-2000:]
     a, b = ({(d := json.loads(line))["name"]: d for line in o.splitlines()} for o, _ in out)
-    return path, {name: (a[name], b[name]) for name in [*PLANS, "apart"]}, request.param
+    return path, {name: (a[name], b[name]) for name in [*PLANS, "apart", "scored"]}, request.param
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -117,6 +141,18 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     if name == "one sample": assert sum(Run(runs[0]).metrics("dropped")["dropped"].value) == 1 and a["taken"] == STEPS
     if name == "a torn scan": assert a["out"] == b["out"] == [15] and any("rank 1" in e.text and "torn" in e.text for e in Run(runs[0]).events("quarantine"))
     if name == "all samples": assert sum(Run(runs[1]).metrics("dropped")["dropped"].value) == 4 and a["taken"] == STEPS and skipped == [0, 0], "the other's samples count"
+
+
+def test_held_out_cases_are_divided(outcomes, tmp_path):
+    "Each rank scores some of them, one of which is torn, and both know what one process would."
+    (a, b), held = outcomes[1]["scored"], outcomes[1]["scored"][0]["held"]
+    assert a["seen"] == [held[0]] + held[:5:2] * 2 and b["seen"] == held[1:5:2] * 2, "one was tried before the first step; each of five once in a validation"
+    assert a["errors"] == b["errors"] and a["best"] == b["best"] and len(a["best"]["scores"]) == 4
+    assert len(a["told"]) == 1 and "1 of 5 cases could not be scored" in a["told"][0] and f"{held[1]}: ValueError: torn" in a["told"][0], "once, and not again as what rank 1 says"
+    with trainer(tmp_path / "one", Scored(), gradient_accumulation_steps=2, **SCORED) as t:
+        t.fit(6, progress=False)
+        assert t.run.metrics("val_error")["val_error"].value.tolist() == pytest.approx(a["errors"], rel=1e-5) and t.validation.best["scores"] == pytest.approx(a["best"]["scores"], rel=1e-5)
+        assert t.recipe.seen == [held[0]] + held[:5] * 2
 
 
 def test_a_launcher_without_a_process_group_is_refused(tmp_path, monkeypatch):
