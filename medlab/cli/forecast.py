@@ -16,10 +16,10 @@ from ..train.forecast import MARGINS, RunForecast, forecast_recipe
 
 # %% ../../nbs/cli/13_forecast.ipynb #ef0b808e
 OWN = dict(gpus="ranks, default 1", memory="of each, such as 80GB",
-    parallel="ddp, zero1 or fsdp, default ddp; fsdp is counted alone, and not trained",
+    parallel="ddp, zero1 or fsdp, default ddp",
     bandwidth="from a rank to the others, such as 300GB/s", step_time="seconds of a step without communication",
     timeline=f"a file for the picture of what lives when in the step, one of {', '.join(ENDINGS)}")
-USAGE = ("usage: medlab forecast RECIPE [--gpus 8] [--memory 80GB] [--parallel ddp|zero1] [--bandwidth 300GB/s] "
+USAGE = ("usage: medlab forecast RECIPE [--gpus 8] [--memory 80GB] [--parallel ddp|zero1|fsdp] [--bandwidth 300GB/s] "
     "[--step-time 0.5] [--timeline step.png] "
     "[options of medlab train RECIPE, such as --batch-size, --precision, --device cpu]")
 

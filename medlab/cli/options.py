@@ -123,7 +123,8 @@ def _add_processes(p):
     p.add_argument("--processes", type=int, help="processes of this machine that train together, one for each GPU; "
         "default 1. torchrun -m medlab train … starts them on several machines")
     p.add_argument("--parallel", type=str, help="what each of several processes keeps: the optimizer's whole state "
-        "(ddp, default), or a share of it (zero1), which saves memory and sends half as much again")
+        "(ddp, default), a share of it (zero1), or a share of the network too (fsdp); both save memory and send half "
+        "as much again")
     p.add_argument("--restarts", type=int, help="how often all of them are started anew from the last checkpoint where "
         "one fails, default 0")
     p.add_argument("--rank_wait", type=int, metavar="SECONDS", help="how long a process waits for the others before it "

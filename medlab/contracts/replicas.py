@@ -52,9 +52,25 @@ class Replicas(Protocol):
     asked:bool  # whether any had, when they agreed last
     tell:object  # function of a sentence that somebody should read, called from any thread; None: nobody listens
     sharded:bool  # whether each keeps the optimizer's state of some parameters, and of no others
+    gathers:bool  # whether blocks of the network are put together as they run, so that all make the same passes
+    parted:bool  # whether each has some parameters alone now
+    averages:bool  # whether averages follow the network at the end of a step, for which all come to `whole`
+    parallel:str  # how they divide their work, "ddp", "zero1" or "fsdp"; None: there is one
+
+    def divide_network(self, model):
+        "Which network it is, of which each may keep a share alone."
 
     def prepare(self, params):
         "Get ready to add up the gradients of a list of parameters, the same on every replica; before each step."
+
+    def learn(self, call):
+        "Learn from `call()` in what order blocks are gathered, unless that is known; None: no sample is here."
+
+    def forget(self):
+        "The network may run in another order from now on."
+
+    def each(self, queue, make):
+        "`make(*item, last)` for each item of a queue; with `gathers` all make as many passes as the one with most."
 
     def arm(self):
         "The next backward pass is the last one of the step: what it has finished may be sent at once."
@@ -64,6 +80,21 @@ class Replicas(Protocol):
 
     def take_gradients(self, agreement:Agreement):
         "Replace the gradients by their sums over the replicas."
+
+    def bare(self, params) -> bool:
+        "Whether none of a list of parameters has got a gradient here."
+
+    def in_block(self, p) -> bool:
+        "Whether a parameter is in a block that is gathered as it runs."
+
+    def total(self, norm, factor):
+        "The norm of all gradients, from that of those in no block and what the others were multiplied by since."
+
+    def whole(self, spread:bool=False):
+        "Within the context each has all parameters; with `spread` those of its owner, where all have one."
+
+    def unite(self):
+        "Each has all parameters from now on, until the next step."
 
     def moving(self):
         "Within the context the optimizer moves parameters; they are the same on all after it, also where it raises."

@@ -137,7 +137,8 @@ def _looked(self:EscalationPolicy, at, batch):
     gone = any(not m.tensors for m in batch.micro_batches)  # other steps were made since
     if gone and not (self.reload and batch.drawn): return None, None
     look = lambda: diagnose(self.step, self.reload(at, batch) if gone else batch, iteration=at)
-    try: found, shortage = attempt(look, "diagnosis", self.memory)
+    try:
+        with self.step.replicas.whole(): found, shortage = attempt(look, "diagnosis", self.memory)
     except NotTheSame as e: return None, str(e)
     if shortage: shortage.release(self.memory)
     return found, shortage

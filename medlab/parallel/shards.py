@@ -51,7 +51,7 @@ def check_divisible(
 ):
     "Raise `UserError` for an optimizer of which nobody knows that it moves each parameter by its own gradient."
     if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS): return
-    raise UserError(f"parallel='zero1' lets each rank step for some of the parameters, and {type(optimizer).__name__} "
+    raise UserError(f"with zero1 and fsdp each rank steps for some of the parameters, and {type(optimizer).__name__} "
         "may look at all of them: take an optimizer of torch.optim but LBFGS, or parallel='ddp'")
 
 # %% ../../nbs/parallel/01_shards.ipynb #8d57273c

@@ -98,10 +98,19 @@ def told(self:DeviceDecisions, read):
 
 # %% ../../nbs/step/06_device.ipynb #d99a6562
 @patch
+def _norm(self:DeviceDecisions, t, grads):
+    "The norm of the gradients, of which each rank may have some alone."
+    s = self.step
+    if s.replicas.gathers: grads = [p.grad for p in s.params if p.grad is not None and not s.replicas.in_block(p)]
+    norms = [n.to(self.device) for n in torch._foreach_norm(grads, 2, torch.float64)] if grads else []
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device).double()
+    return s.replicas.total(norm, t.factor)
+
+
+@patch
 def _clip(self:DeviceDecisions, t, grads, loss):
     "Norm and factor of the gradient, and the gradient scaled by it; a factor that is not finite leaves it as it is."
-    norms = torch.stack([n.to(self.device) for n in torch._foreach_norm(grads, 2, torch.float64)])
-    norm = torch.linalg.vector_norm(norms)
+    norm = self._norm(t, grads)
     t.grad_norm = torch.where(torch.isfinite(norm), norm, math.nan)
     limit, one = clip_limit(self.step.knobs, loss), torch.ones_like(t.grad_norm)
     bounded = torch.is_tensor(limit) or limit < math.inf
@@ -115,6 +124,7 @@ def _found(self:DeviceDecisions, t, loss):
     "(1 where the step is skipped, 1 where a lower loss scale would help), on the device."
     flags = self.scaler._found_inf_per_device(self.step.optimizer)
     overflow = torch.stack([f.to(self.device) for f in flags.values()]).sum().clamp(max=1.0)
+    if self.step.replicas.gathers: overflow = (~torch.isfinite(t.grad_norm)).float()  # of all ranks
     spoiled = (~torch.isfinite(t.grad_norm)).float()  # by the unscaling itself, too
     found = torch.maximum(overflow, spoiled)
     if self.step.knobs.now.check_loss:
@@ -132,12 +142,13 @@ def finish(self:DeviceDecisions, t, expected):
     scaler.unscale_(s.optimizer)
     grads = [p.grad for p in s.params if p.grad is not None]
     if t.samples != expected: torch._foreach_mul_(grads, expected / t.samples)
+    t.factor = expected / t.samples / t.scale
     self._clip(t, grads, loss)
     t.found, overflow = self._found(t, loss)
     t.phase = "optimizer"
     with s.replicas.moving(): scaler.step(s.optimizer)
     self._rescale(scaler, t.scale, overflow, t.found)
-    self._average(t.found)
+    with s.whole_for_averages(): self._average(t.found)
     s.buffers.restore_where(t.found)
     t.phase = "after"
 

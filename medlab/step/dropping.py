@@ -48,7 +48,7 @@ class Dropping:
 def _note(self:Dropping, t, i, batch, out, bad):
     t.dropped += len(bad)
     names, why, sound = blame(batch, bad)
-    found = self.second_look(self.step, t, i, batch) if sound else None
+    found = self.second_look(self.step, t, i, batch) if sound and not self.step.replicas.gathers else None
     seen = dict(where=found.where, module=found.module) if found else {}
     rest = "the loss is averaged over the others" if len(bad) < batch.size else "no other sample is in the micro-batch"
     values = {k: [str(v[b].item()) for b in bad] for k, v in out.items()}
@@ -56,6 +56,15 @@ def _note(self:Dropping, t, i, batch, out, bad):
         + (f": {found.text}" if found else ""), cases=names, values=values, **seen)
 
 # %% ../../nbs/step/04_dropping.ipynb #6e4bda8c
+@patch
+def without(self:Dropping, t, i, batch, out) -> Batch:
+    "The samples whose loss is finite; the others are named, and the buffers are as before the pass."
+    bad = guilty(batch, (~torch.isfinite(out["loss"].detach())).nonzero().flatten().tolist())
+    self._note(t, i, batch, out, bad)
+    self.step.restore_buffers(i)
+    return batch.select(n not in bad for n in range(batch.size))
+
+
 @patch
 def nonfinite(self:Dropping,
     t:Transaction,
@@ -66,10 +75,7 @@ def nonfinite(self:Dropping,
     "Leave out the samples whose loss is not finite, until it is."
     sums = self.step.sums(out)
     while out and not math.isfinite(sums["loss"]):
-        bad = guilty(batch, (~torch.isfinite(out["loss"].detach())).nonzero().flatten().tolist())
-        self._note(t, i, batch, out, bad)
-        batch = batch.select(n not in bad for n in range(batch.size))
-        self.step.restore_buffers(i)
+        batch = self.without(t, i, batch, out)
         out = self.step.losses_of(t, i, batch) if batch.size else None
         sums = self.step.sums(out) if out else None
     return batch, out, sums

@@ -27,9 +27,11 @@ class EMA:
 
     def __init__(self,
         model:torch.nn.Module,  # its parameters that require gradients are averaged, from their values now
+        keeps=None,  # function that tells of a parameter whether it is averaged here; None: all are
     ):
-        self.shadow = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        self.params = [p for p in model.parameters() if p.requires_grad]
+        averaged = {n: p for n, p in model.named_parameters() if p.requires_grad and (keeps is None or keeps(p))}
+        self.shadow = {n: p.detach().clone() for n, p in averaged.items()}
+        self.params = [*averaged.values()]
 
     @torch.no_grad()
     def update(self,

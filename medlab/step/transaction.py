@@ -29,6 +29,7 @@ class Transaction:
     grad_norm:object = None  # before clipping
     clip:object = None  # factor of the gradient
     scale:object = None  # loss scale
+    factor:object = 1.0  # by which gradients were multiplied since several ranks agreed on the step
     why:str = None  # why the step is skipped; None: it is taken, or only the device knows
     found:object = 0.0  # 1 where the device has skipped the step
     row:torch.Tensor = None  # (n,) what the host reads from the device later

@@ -227,7 +227,6 @@ def rows(self:RunForecast) -> list:  # of (name, text)
         text = v if isinstance(v, str) else f"{w(v[0])} counted, {w(self.least - v[0])} less" + (
             f"; {_ANSWERS[verdict(v, self.memory)]}" if self.memory else "")
         out.append((f"with {k}", text))
-    if self.ranks.gathers: out.append(("fsdp", "counted for comparison: training takes ddp or zero1"))
     return out + self._traffic()
 
 

@@ -276,11 +276,13 @@ def rescue(self:Saver, error):
         except Exception as e:
             if not hasattr(e, "told"): self._tell_failed(self.iteration, e, None)
     if self._apart(): return
-    if not whole or not all(bool(is_finite(p)) for p in self.loop.step.model.parameters()): return
+    step, ranks = self.loop.step, self.replicas
+    held = [p for p in step.params if ranks.keeps(p)] if ranks.parted else step.model.parameters()
+    if not whole or not all(bool(is_finite(p)) for p in held): return
     with contextlib.suppress(Exception): self.save()  # which tells what went wrong; the first error is the one to raise
 
 # %% ../../nbs/train/07_saving.ipynb #f461dd6d
-APART = ("{} ranks hold a share each of the optimizer's state, and they ended apart, so the state of step {} is "
+APART = ("{} ranks hold a share each of what a checkpoint needs, and they ended apart, so the state of step {} is "
     "not saved; {}")
 
 
@@ -329,6 +331,7 @@ def restore(self:Saver,
         self.loop.flush()
         self.state.load_state_dict(state, back=True)
         self.seek(samples_seen)
+        replicas.forget()  # of the order of blocks, since the knobs are others
         reason = f"the run went back from step {left} to {self.iteration}"
         self.loop.between.mailbox.log.undo_after(self.iteration, reason)
         self.open_segment()

@@ -73,11 +73,24 @@ def build_optimizer(
 
 # %% ../../nbs/train/03_state.ipynb #b552df93
 class ModelState:
-    "The trained network as a part."
+    "The trained network as a part. Where several ranks divide its parameters, they are put together on rank 0."
 
-    def __init__(self, model): self.model = model
-    def state_dict(self): "Its tensors."; return self.model.state_dict()
-    def load_state_dict(self, state): "Take them up."; self.model.load_state_dict(state)
+    def __init__(self,
+        model:nn.Module,
+        replicas=None,  # `Replicas` that train together; None: this process alone
+    ): self.model, self.replicas = model, replicas or OneProcess()
+
+    def state_dict(self):
+        "Its tensors."
+        found = self.model.state_dict()
+        if not self.replicas.parted: return found
+        trained = {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        own = {n: dict(value=v) for n, v in found.items() if n in trained and self.replicas.keeps(trained[n])}
+        return found | {n: v["value"] for n, v in self.replicas.gather(own).items()}
+
+    def load_state_dict(self, state):
+        "Take them up."
+        with self.replicas.whole(): self.model.load_state_dict(state)
 
     def check(self, state):
         "Raise `UserError` for another network's state."
@@ -224,7 +237,7 @@ def environment(
 ) -> dict:
     "What a segment of a run is computed with."
     ranks = replicas or OneProcess()
-    own = dict(parallel="zero1" if ranks.sharded else "ddp") if ranks.size > 1 else {}
+    own = dict(parallel=ranks.parallel) if ranks.size > 1 else {}
     return own | dict(medlab=medlab.__version__, torch=torch.__version__, python=platform.python_version(),
         device=str(device), ranks=ranks.size, threads=threads, tf32=read_tf32(), cudnn_benchmark=read_cudnn_benchmark(),
         pid=os.getpid(), host=socket.gethostname())

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import os
 import sys
+import threading
 import time
 import traceback
 from dataclasses import replace
@@ -55,7 +56,7 @@ from ..step.kernels import set_implementation
 from ..step.schedule import LRSchedule
 from ..step.step import Step
 from .actions import Actions
-from .bindings import outer_bindings, process_bindings
+from .bindings import keep_as_it_is, outer_bindings, process_bindings
 from .loop import Between, Halted, Loop, recover
 from .process import movable, start_process, wait_for_process
 from .progress import LEVELS, Bar, EventPrinter, Progress, already_shown, last_step
@@ -92,8 +93,8 @@ class Trainer:
         # is accepted
         loggers=(),
         mirror=None,  # folder or URL that what is saved is copied to, or a `medlab.mirror.mirror.Mirror`; None: none
-        # of several ranks: "ddp" keeps the optimizer's whole state on each, "zero1" a share of it; None: as the run had
-        # it, "ddp" for a new one
+        # of several ranks: "ddp" keeps everything on each, "zero1" a share of the optimizer's state, "fsdp" one of the
+        # parameters and their gradients too; None: as the run had it, "ddp" for a new one
         parallel:str=None,
         **knobs,  # values at the start, or where a run goes on a change before its next step; `UserError` for a bad one
     ):
@@ -191,7 +192,9 @@ def _prepare(self:Trainer,
     if self.system.notes: self.info = self.info | dict(notes=[*self.info.get("notes", ()), *self.system.notes])
     self.optimizer = build_optimizer(self.recipe, self.model, self.knobs.lr, self.device)
     if self.replicas.sharded: check_divisible(self.optimizer)
+    self.replicas.divide_network(self.model)
     self.bindings = outer_bindings(self.recipe, self.model, self.optimizer, self.knobs)
+    if self.replicas.gathers: self.bindings = keep_as_it_is(self.bindings)
     if given is None: return
     self.batches.check_ranks(self.knobs.gradient_accumulation_steps)
     if "log_every" not in given: self.knobs.log_every = log_every_on(self.device)
@@ -349,7 +352,17 @@ def _make_listeners(self:Trainer):
     self.step.dropping.second_look.look = self.escalation.second_look
     zero, compiled = ZeroGradientWatch(self.knobs, self.optimizer, report), CompileWatch(self.model, report)
     self.listeners = [self.memory_watch, zero, compiled, self.loss_scale, self.telemetry, self.controls,
-        self.quarantine, self.escalation, *self.recipe.listeners(self.step.losses, self.telemetry.put, report)]
+        self.quarantine, self.escalation, *self._own_listeners()]
+
+
+@patch
+def _own_listeners(self:Trainer):
+    "Those of the recipe, but where no rank has the network that they look at; says so."
+    if not self.replicas.gathers: return self.recipe.listeners(self.step.losses, self.telemetry.put, self._report)
+    if type(self.recipe).listeners is Recipe.listeners: return []
+    self._report("ranks", f"what {type(self.recipe).__name__} watches by itself is not recorded: with parallel='fsdp'"
+        " no rank has the whole network in a step; ddp and zero1 record it", "warning")
+    return []
 
 # %% ../../nbs/train/10_trainer.ipynb #f1cac7fb
 @patch
@@ -360,8 +373,8 @@ def _make_loop(self:Trainer):
     actions = Actions(self.mailbox.ask, self.step.scaler, self.restore, self.writer, self.quarantine)
     self.loop = Loop(self.progress, self.batches, self.step, self.retry, self.listeners, actions, between,
         self._recover)
-    between.flush, between.changing = self.loop.flush, self.batches.reread
-    self.state = RunState(self.recipe.seed, model=ModelState(self.model),
+    between.flush, between.changing = self.loop.flush, self._before_change
+    self.state = RunState(self.recipe.seed, model=ModelState(self.model, self.replicas),
         optimizer=OptimizerState(self.optimizer, self.replicas), step=self.step,
         knobs=KnobState(self.knobs), progress=self.progress, retry=self.retry, batches=self.batches,
         schedule=self.schedule,
@@ -370,6 +383,13 @@ def _make_loop(self:Trainer):
         self.threads, checkpoints=ForeignCheckpoints(self.path) if self.replicas.rank else None)
     self.saver.segments += [self.telemetry.new_segment, self.loss_scale.reset]
     if self.mirror: self.saver.saved.append(self.mirror.wake)
+
+# %% ../../nbs/train/10_trainer.ipynb #74562575
+@patch
+def _before_change(self:Trainer):
+    "Knobs are about to change: what was read ahead, and the order of blocks, may be another one."
+    self.batches.reread()
+    self.replicas.forget()
 
 # %% ../../nbs/train/10_trainer.ipynb #cf3cf3b1
 @patch
@@ -476,7 +496,7 @@ def _hand_over(self:Trainer, until, processes, parallel):
     if self.replicas.size > 1: raise UserError("ranks are processes of their own already: start() without process=True")
     if not isinstance(processes, int) or processes < 1:
         raise UserError(f"processes={processes!r} must be an integer ≥ 1")
-    if check_parallel(parallel) == "zero1": check_divisible(self.optimizer)
+    if check_parallel(parallel) != "ddp": check_divisible(self.optimizer)
     self.batches.check_ranks(self.knobs.gradient_accumulation_steps, processes)
     trust = movable(self.recipe, self.path, self.writer.loggers.loggers)
     self.save()
@@ -613,6 +633,7 @@ def _steps(self:Trainer):
         self.retry.leave(f"{type(e).__name__}: {e}")
         raise
     self.loop.flush()
+    self.replicas.unite()
     self.batches.release()
     if p.iteration > first and self.step.optimizer_step == taken:
         text = (f"not one of the steps {first + 1} to {p.iteration} was taken, so nothing was learned; "
@@ -624,7 +645,8 @@ def _steps(self:Trainer):
 def _begin_alike(self:Trainer):
     "Raise `UserError` on all ranks where one begins with other weights, knobs or steps."
     own = dict(step=self.iteration, until=self.progress.target, seed=self.recipe.seed, **self.knobs.values())
-    refuse_apart(self.replicas, own | dict(weights=digest(self.model.state_dict().values())[:12]))
+    with self.replicas.whole(): weights = digest(self.model.state_dict().values())[:12]
+    refuse_apart(self.replicas, own | dict(weights=weights))
     self.replicas.prepare(self.step.params)
 
 # %% ../../nbs/train/10_trainer.ipynb #4dc862d1
@@ -667,7 +689,11 @@ def snapshot(self:Trainer) -> torch.nn.Module:
     if self.handed_over:
         raise UserError(f"this trainer handed its run over at step {self.iteration}, and has not the weights that the "
             f"process learns; wait(), then take up the run: Trainer(recipe, {str(self.path)!r}, resume=True)")
-    with self.loop.lock, (self.step.ema.applied(self.model) if self.step.ema else contextlib.nullcontext()):
+    if self.replicas.parted and self.worker.ident != threading.get_ident():
+        raise UserError("each rank has a share of the network while it trains with parallel='fsdp', so there is no "
+            f"copy of it to predict with; after trainer.save() load_model({str(self.path)!r}) has it")
+    averaged = self.step.ema.applied(self.model) if self.step.ema else contextlib.nullcontext()
+    with self.loop.lock, averaged, self.replicas.whole(spread=True):
         averages = {k: copy.deepcopy(a.network) for k, a in self.system.averages.items()}
         return self.recipe.for_use(copy.deepcopy(self.model).eval(), averages)
 
@@ -688,8 +714,10 @@ def _validate(self:Trainer):
 @patch
 def _scores(self:Trainer, cases):
     "(the table of the cases, None), or (None, why memory did not suffice)."
+    model = self.snapshot() if self.replicas.parted else None  # put together by all ranks
+
     def score(own):
-        call = lambda **kw: table_of(self.recipe, self.recipe.evaluate(self.snapshot(), own, **kw))
+        call = lambda **kw: table_of(self.recipe, self.recipe.evaluate(model or self.snapshot(), own, **kw))
         return infer(call, self.recipe, self.memory, self._report, None, "validation", self.knobs.val_retries)
 
     part = self.recipe.split.part if self.recipe.split else None

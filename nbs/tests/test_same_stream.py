@@ -69,8 +69,8 @@ def in_double(model):
 OWN = "fast_ddpm", "restoration", "segmentation", "slice_interpolation", "vjepa3d"
 PLANS = "", "much", "device", "late"
 LONG = bool(os.environ.get("MEDLAB_LONG"))  # then recipes of medlab divide their moments, too, and runs go on as they were begun
-JOBS = [(name, plan, parallel) for parallel in ("ddp", "zero1")
-    for name, plan in (*(("noisy", plan) for plan in PLANS), *((name, "") for name in OWN if LONG or parallel == "ddp"))]
+JOBS = [(name, plan, parallel) for parallel in ("ddp", "zero1", "fsdp")
+    for name, plan in (*(("noisy", plan) for plan in PLANS), *((name, "") for name in OWN if LONG or parallel != "zero1"))]
 REFUSED = [("noisy", "statistics"), ("noisy", "few")]
 
 
@@ -125,7 +125,7 @@ def jobs(folder, rank, ranks):
     "Every job; what each came to."
     out = {}
     for name, plan, how in JOBS: out[name, plan, how] = train(f"{folder}/{name}{plan}{how}", name, FEW if name in OWN else STEPS, plan, ranks, rank, parallel=how)
-    for how in ("ddp", "zero1") if ranks == 4 else (): train(f"{folder}/begun {how}", "noisy", 10, ranks=ranks, rank=rank, parallel=how)
+    for how in ("ddp", "zero1", "fsdp") if ranks == 4 else (): train(f"{folder}/begun {how}", "noisy", 10, ranks=ranks, rank=rank, parallel=how)
     for name, plan in REFUSED if ranks == 2 else ():
         try: out[name, plan] = train(f"{folder}/{plan}", name, STEPS, plan, ranks, rank)
         except UserError as e: out[name, plan] = str(e)
@@ -203,7 +203,7 @@ def test_one_two_and_four_ranks_make_the_same_run(two, four, alone, name, plan, 
         for out in many: assert out["terms"] == pytest.approx(one["terms"], rel=1e-4), "every loss term is that of all samples"
 
 
-WAYS = ("zero1", "ddp"), ("ddp", "zero1"), *((("ddp", "ddp"), ("zero1", "zero1")) if LONG else ())
+WAYS = ("zero1", "ddp"), ("ddp", "fsdp"), ("fsdp", "zero1"), *((("ddp", "ddp"), ("zero1", "zero1"), ("fsdp", "fsdp")) if LONG else ())
 
 
 @pytest.fixture(scope="module")

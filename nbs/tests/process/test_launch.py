@@ -207,7 +207,6 @@ def test_a_rank_without_a_name_for_its_run_is_refused(tmp_path):
 @pytest.mark.parametrize("words,why", [
     ("--processes 0", "--processes 0 must be at least 1"),
     ("--parallel zero1", "--parallel zero1 is for several processes"),
-    ("--processes 2 --parallel fsdp", "it gathers each layer within the passes"),
     ("--processes 2 --parallel zero", "unknown parallel 'zero'; did you mean 'zero1'"),
     ("--processes 2 --restarts -1", "--restarts -1 must be at least 0"),
     ("--restarts 2", "--restarts 2 is for several processes")])

@@ -78,7 +78,7 @@ def rank(number, folder, parallel):
         try:
             with trainer(path, Half(), gradient_accumulation_steps=2, **knobs) as t: t.fit(2, progress=False)
         except UserError as e: apart[name] = str(e)
-    for name, how, recipe in (("ways", ("ddp", parallel)[number], Half()), ("fsdp", "fsdp", Half()), ("steps for all", "zero1", Own())):
+    for name, how, recipe in (("ways", ("ddp", parallel)[number], Half()), ("steps for all", "zero1", Own())):
         try: trainer(f"{folder}/{name}", recipe, gradient_accumulation_steps=2, parallel=how).close()
         except UserError as e: apart[name] = str(e)
     with trainer(f"{folder}/alone", Half(), gradient_accumulation_steps=2, parallel=parallel) as t:
@@ -101,7 +101,7 @@ def rank(number, folder, parallel):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=["ddp", "zero1"])
+@pytest.fixture(scope="module", params=["ddp", "zero1", "fsdp"])
 def outcomes(request, tmp_path_factory):
     "(folder, plan → what the two ranks came to, how they divide their work)"
     path = tmp_path_factory.mktemp("ranks")
@@ -119,7 +119,9 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     runs = [path / str(i), path / str(i) / "ranks/1"]
     assert a == b or name == "an error", "the same weights to the bit, the same steps taken"
     if name == "an error":
-        assert b["state"] == a["state"] == "failed" and a["number"] == b["number"] and a["weights"] == b["weights"] and "rank 1 stopped training" in " ".join(events(runs[0], "error"))
+        if outcomes[2] == "fsdp": assert all((x == x) != (y == y) for x, y in zip(a["weights"], b["weights"])), "each has its share, and NaN for the other's"
+        else: assert a["weights"] == b["weights"]
+        assert b["state"] == a["state"] == "failed" and a["number"] == b["number"] and "rank 1 stopped training" in " ".join(events(runs[0], "error"))
         kept = Run(runs[0]).checkpoints()[-1]["step"]
         if outcomes[2] == "ddp": assert kept == a["number"], "what was learned is saved"
         else: assert kept == 3 and all(f"the state of step {a['number']} is not saved; the newest checkpoint is of step 3" in " ".join(events(r, "checkpoint")) for r in runs)
@@ -127,7 +129,8 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     assert a["number"] == STEPS and a["state"] == "done" and all(torch.tensor(a["weights"]).isfinite())
     skipped = [sum(Run(r).metrics("skipped")["skipped"].value) for r in runs]
     if name == "half precision": assert skipped[0] == skipped[1] == STEPS - a["taken"] >= 1
-    if name in ("gradient", "no gradient"): assert a["taken"] == STEPS - 1 and skipped == [1, 1] and all(len(events(r, "skip")) == 1 for r in runs)
+    if name in ("gradient", "no gradient"): assert a["taken"] == STEPS - 1 and skipped == [1, 1] and len(events(runs[1], "skip")) == 1
+    if name in ("gradient", "no gradient"): assert len(told := events(runs[0], "skip")) == 1 or outcomes[2] == "fsdp" and len(told) == 2 and "gradient of '0.weight' holds" in " ".join(told), "who has the gradient alone names it"
     if name.startswith("memory"): assert a["taken"] == STEPS and all("rank" in " ".join(events(r, "out_of_memory")) for r in runs[:1] if "PeerFault" in " ".join(events(r, "out_of_memory"))) and any("PeerFault" in s for r in runs for s in events(r, "out_of_memory"))
     if name in ("memory in forward", "memory in backward"): assert a["micro"] == 2 and not events(runs[0], "restore") + events(runs[1], "restore")
     if name == "memory in optimizer": assert [len(events(r, "restore")) for r in runs] == [1, 1] and a["micro"] is None
@@ -164,16 +167,16 @@ def test_a_launcher_without_a_process_group_is_refused(tmp_path, monkeypatch):
 def test_a_rank_that_waits_says_so(outcomes):
     "Planted: rank 1 comes to a checkpoint, which both put together, two seconds late. Clean: it does not wait for rank 0; and with ddp nobody meets."
     first, other = (told["late"] for told in outcomes[1]["apart"])
-    assert not other and ("rank 0 of 2 has waited 0.5 s for the others at a checkpoint" in first) == (outcomes[2] == "zero1"), first
+    assert not other and ("rank 0 of 2 has waited 0.5 s for the others at a checkpoint" in first) == (outcomes[2] != "ddp"), first
 
 
 def test_ranks_that_would_part_are_refused(outcomes):
     for told in outcomes[1]["apart"]:
         assert "rank 1 does not begin as rank 0 does" in told["path"] and "apart1' and" in told["path"] and "lr is 0.0011 and 0.001 on rank 0" in told["knobs"]
-        assert "each layer within the passes" in told["fsdp"] and "MySGD may look at all of them: take an optimizer of torch.optim" in told["steps for all"]
-        if outcomes[2] == "zero1": assert "parallel is 'zero1' and 'ddp' on rank 0" in told["ways"]
+        assert "MySGD may look at all of them: take an optimizer of torch.optim" in told["steps for all"]
+        if outcomes[2] != "ddp": assert f"parallel is '{outcomes[2]}' and 'ddp' on rank 0" in told["ways"]
         else: assert "ways" not in told
-        if outcomes[2] == "zero1": assert "the ranks do not do the same (rank 0: a checkpoint; rank 1: the start of training)" in told["alone"]
+        if outcomes[2] != "ddp": assert "the ranks do not do the same (rank 0: a checkpoint; rank 1: the start of training)" in told["alone"]
         else: assert "alone" not in told, "rank 0 has all of it"
 
 
