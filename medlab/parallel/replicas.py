@@ -397,7 +397,7 @@ def whole(self:ProcessGroup,
     if spread: self.share(None, "a copy of the network")
     rest = self.rest if spread else []
     before = [p.detach().clone() for p in rest]
-    for p in rest: self.reach(lambda: dist.broadcast(as_real(p.data), self.shards.owner[p]))
+    for p in rest: self.reach(dist.broadcast, as_real(p.data), self.shards.owner[p])
     try:
         with self.units.whole(): yield
     finally:

@@ -18,7 +18,7 @@ from ..core import UserError
 from .buckets import Bucket
 
 # %% ../../nbs/parallel/02_units.ipynb #16b3d7dc
-PARTS = 16  # a module with less than one part in so many of the network is one block
+PARTS = 32  # a module with less than one part in so many of the network is one block
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # that are never called
 
 
@@ -64,6 +64,7 @@ class Unit:
         self.params, self.parts = self.whole.params, [*self.whole.parts()]
         self.bytes = self.whole.flat.untyped_storage().nbytes()
         self.home, self.arrived = {}, set()  # parameter → what it is between passes; whose gradients are whole
+        self.under_way = []  # of what is being gathered
         self._empty()
 
     def _empty(self): self.whole.flat.untyped_storage().resize_(0)
@@ -82,16 +83,30 @@ def part(self:Unit):
 
 
 @patch
-def gather(self:Unit,
+@torch.no_grad()
+def begin(self:Unit,
     send,  # function (real tensor, rank) that begins to send it from there to all, and returns what is under way
 ):
-    "Put the parameters together."
+    "Begin to put the parameters together."
     self.whole.flat.untyped_storage().resize_(self.bytes)
     own = [(v, self.home[p]) for p, v in zip(self.params, self.whole.views) if self.shards.keeps(p)]
     if own: torch._foreach_copy_(*map(list, zip(*own)))
-    under_way = [send(flat, rank) for rank, flat, _, _ in self.parts]
-    for work in under_way: work.wait()
+    self.under_way = [send(flat, rank) for rank, flat, _, _ in self.parts]
+
+
+@patch
+def end(self:Unit):
+    "They are there."
+    for work in self.under_way: work.wait()
+    self.under_way = []
     self.put(self.whole.views)
+
+
+@patch
+def gather(self:Unit, send):
+    "Put the parameters together."
+    self.begin(send)
+    self.end()
 
 
 @patch
@@ -135,6 +150,7 @@ class Units:
         self.order, self.place = None, 0  # of ("gather" or "reduce", number of a unit); how far the pass has come
         self.mode, self.backward = "", False  # "learn" or "pass" within one; whether its backward pass has begun
         self.here, self.under_way = set(), []  # numbers of the units that are gathered; gradients on their way
+        self.begun = None  # number of the unit that is being gathered ahead of its turn
         self.seen, self.sums = set(), {}  # parameters with a gradient on this rank; own ones → their summed gradients
         self.hooks = [h for k, u in enumerate(self.units) for h in self._hooks(k, u)]
 
@@ -217,10 +233,10 @@ def _at(self:Units, what, k):
 
 @patch
 def _do(self:Units, what, k):
-    if what == "gather": self.units[k].gather(self.send)
-    else: self._send(k)
+    if what == "gather": return self._gather(k)
+    self._send(k)
     self.place += 1
-    if what == "reduce" and k in self.here: self._leave(k)
+    if k in self.here: self._leave(k)
 
 
 @patch
@@ -230,8 +246,21 @@ def _sent(self:Units, k):
     self.here.discard(k)
     for p in unit.params: p.grad = None
 
+# %% ../../nbs/parallel/02_units.ipynb #5eb163f5
+@patch
+def _gather(self:Units, k):
+    "Gather a unit, and begin with the one after it."
+    if self.begun != k: self.units[k].begin(self.send)
+    self.begun = None
+    self.place += 1
+    self.units[k].end()
+    what, after = self.order[self.place] if self.place < len(self.order) else ("", k)
+    if what != "gather" or after == k: return
+    self.units[after].begin(self.send)
+    self.begun = after
+
 # %% ../../nbs/parallel/02_units.ipynb #2ec3fbd3
-LATE = 2  # pieces that may be on their way at once
+LATE = 1  # pieces that may be on their way while another is made
 
 
 @patch
@@ -264,7 +293,7 @@ def _receive(self:Units):
 @contextlib.contextmanager
 def running(self:Units):
     "Within it, a pass is made; after it, also where it raises, the others have got from this rank what they wait for."
-    self.mode, self.place, self.backward = "pass", 0, False
+    self.mode, self.place, self.backward, self.begun = "pass", 0, False, None
     try: yield
     finally:
         try: self._follow()

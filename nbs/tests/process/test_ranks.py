@@ -34,6 +34,15 @@ PLANS = {
 }
 
 
+class Held:
+    "Notes how many bytes of parameters and moments this rank holds after each step."
+    def __init__(self, t): self.trainer, self.bytes = t, set()
+
+    def after_step(self, result, batch):
+        tensors = [p.data for p in self.trainer.model.parameters()] + [v for s in self.trainer.optimizer.state.values() for k, v in s.items() if k != "step"]
+        self.bytes.add(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
+
+
 SCORED = dict(val_every_steps=3, val_cases=5, save_every=3)
 
 
@@ -88,9 +97,11 @@ def rank(number, folder, parallel):
             t.fit(2, progress=False)
         except UserError as e: apart["alone"] = str(e)
     with trainer(f"{folder}/scored", Scored(), gradient_accumulation_steps=2, parallel=parallel, **SCORED) as t:
+        t.listeners.append(held := Held(t))
         t.fit(6, progress=False)
+        whole = {k: p.nbytes for k, p in t.model.named_parameters()}
         told = [e.text for e in t.run.events("validation") if e.level != "info"]
-        print(json.dumps(dict(name="scored", seen=t.recipe.seen, errors=t.run.metrics("val_error")["val_error"].value.tolist(), best=t.validation.best, told=told, held=list(t.recipe.split.val))))
+        print(json.dumps(dict(name="scored", seen=t.recipe.seen, errors=t.run.metrics("val_error")["val_error"].value.tolist(), best=t.validation.best, told=told, held=list(t.recipe.split.val), bytes=max(held.bytes), parameters=sum(whole.values()))))
     replicas.LONG = 0.5
     with trainer(f"{folder}/late", Half(), gradient_accumulation_steps=2, parallel=parallel) as t:
         t.fit(2, progress=False)
@@ -156,6 +167,14 @@ def test_held_out_cases_are_divided(outcomes, tmp_path):
         t.fit(6, progress=False)
         assert t.run.metrics("val_error")["val_error"].value.tolist() == pytest.approx(a["errors"], rel=1e-5) and t.validation.best["scores"] == pytest.approx(a["best"]["scores"], rel=1e-5)
         assert t.recipe.seen == [held[0]] + held[:5] * 2
+
+
+def test_what_is_divided_is_held_once(outcomes):
+    "Parameters and moments after a step; what another rank owns is one number for each block."
+    found, whole = [told["bytes"] for told in outcomes[1]["scored"]], outcomes[1]["scored"][0]["parameters"]
+    if outcomes[2] == "ddp": assert found == [3 * whole] * 2
+    if outcomes[2] == "zero1": assert sum(found) == 2 * whole + 2 * whole, "the parameters on both, the moments once"
+    if outcomes[2] == "fsdp": assert 3 * whole <= sum(found) <= 3 * whole + 2 * 2 * 4
 
 
 def test_a_launcher_without_a_process_group_is_refused(tmp_path, monkeypatch):
