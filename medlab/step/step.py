@@ -338,7 +338,7 @@ def _average_of_all(self:Step):
     if not self.ema: return None
     if not self.replicas.gathers: return self.ema.shadow
     found = self.replicas.gather({n: dict(average=v) for n, v in self.ema.shadow.items()})
-    return {n: v["average"] for n, v in found.items()}
+    return {n: found[n]["average"] for n, _ in self.named if n in found}
 
 
 @patch
@@ -360,7 +360,8 @@ def load_state_dict(self:Step, state):
     self.ema = None
     if not state["ema"]: return
     ema = self.averaged()
-    ema.shadow = {k: v.to(self.device) for k, v in state["ema"].items() if k in ema.shadow}
+    kept = state["ema"]  # a parameter that was not trained then is averaged from now on
+    ema.shadow = {k: kept[k].to(self.device) if k in kept else v for k, v in ema.shadow.items()}
 
 # %% ../../nbs/step/05_step.ipynb #6759a5e0
 @patch

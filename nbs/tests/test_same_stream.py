@@ -17,6 +17,7 @@ from medlab import faults
 from medlab.cli.options import recipe_class
 from medlab.core import UserError, generator
 from medlab.recipes.base import Recipe
+from medlab.run.checkpoint import newest_state
 from medlab.step import step as step_module
 from medlab.step.device import DeviceDecisions
 from medlab.train import trainer
@@ -24,7 +25,7 @@ from medlab.train.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(900)  # on a busy machine the ranks take a minute to start
 STEPS, FEW = 30, int(os.environ.get("MEDLAB_RANK_STEPS", "3"))  # of the recipe below, and of those of medlab, which take longer
-COMMON = dict(gradient_accumulation_steps=4, lr=1e-3)
+COMMON = dict(gradient_accumulation_steps=4, lr=1e-3, ema=0.9)
 
 
 class Torn(list):
@@ -116,7 +117,8 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False, parallel="d
         t.listeners.append(seen := Seen())
         with faults.plant(t, *plans(t, plan, rank, ranks)): t.fit(until=until, progress=False)
         weights = {k: v.clone() for k, v in t.model.state_dict().items()}
-        return dict(weights=weights, cases=seen.cases, taken=t.step.optimizer_step, lr=t.last["lr"], terms={k: v for k, v in t.last.items() if k in t.step.term_names},
+        average = None if rank else newest_state(path)[0]["step"]["ema"]
+        return dict(weights=weights, average=average, cases=seen.cases, taken=t.step.optimizer_step, lr=t.last["lr"], terms={k: v for k, v in t.last.items() if k in t.step.term_names},
             moments={i: float(v["exp_avg"].abs().sum()) for i, v in t.optimizer.state_dict()["state"].items() if "exp_avg" in v},
             out=sorted(t.quarantine.samples.out), micro=t.knobs.micro_batch, back=[e.text for e in t.run.events("restore")])
 
@@ -200,6 +202,7 @@ def test_one_two_and_four_ranks_make_the_same_run(two, four, alone, name, plan, 
         else: assert set().union(*kept) == {*one["moments"]} and sum(map(len, kept)) == len(one["moments"]), "each keeps the moments of its own parameters"
         print(name, plan, parallel, len(many), "ranks: weights apart by", apart(one["weights"], many[0]["weights"]))
         assert apart(one["weights"], many[0]["weights"]) <= (1e-9 if name in OWN else 1e-6)
+        assert apart(one["average"], many[0]["average"]) <= (1e-9 if name in OWN else 1e-6) and [*one["average"]] == [*many[0]["average"]]
         for out in many: assert out["terms"] == pytest.approx(one["terms"], rel=1e-4), "every loss term is that of all samples"
 
 
@@ -225,6 +228,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(resumed, begun, then):
     for step, many in zip((20, 30, 40), parts, strict=True): same_samples(later(step), many)
     on_four = parts[-1]
     print(begun, then, "4 → 2 → 1 → 4 ranks: weights apart by", apart(whole["weights"], on_four[0]["weights"]))
+    assert apart(whole["average"], on_four[0]["average"]) <= 1e-6
     assert apart(whole["weights"], on_four[0]["weights"]) <= 1e-6 and on_four[0]["taken"] == 40
 
 

@@ -43,7 +43,7 @@ class Held:
         self.bytes.add(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
 
 
-SCORED = dict(val_every_steps=3, val_cases=5, save_every=3)
+SCORED = dict(val_every_steps=3, val_cases=5, save_every=3, ema=0.9)
 
 
 class MySGD(torch.optim.SGD): "Nobody knows how it steps."
