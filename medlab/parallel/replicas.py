@@ -28,7 +28,9 @@ from .units import Units, blocks_of
 # %% ../../nbs/parallel/03_replicas.ipynb #c8391b38
 class OneProcess:
     "This process trains alone."
-    size, rank, asked, sharded, gathers, parted, averages, parallel = 1, 0, *[False] * 5, None
+    size, rank, parallel, asked = 1, 0, None, False
+    sharded, gathers, parted = False, False, False
+    averages = False  # nobody waits for them
     asks, tell = staticmethod(lambda: False), None
 
     def agree(self, code=FINE, samples=0, detached=False, why="", terms=(), read=False):
@@ -109,7 +111,7 @@ def reach(self:ProcessGroup, call, *args):
         raise RunFailed(f"rank {self.rank} of {self.size} does not reach the others any more, since {who} ended or "
             f"hangs: {why:.200}", silent=silent) from e
 
-
+# %% ../../nbs/parallel/03_replicas.ipynb #729dba8d
 @patch
 def _silent(self:ProcessGroup, late):
     "The ranks of which nothing is heard: of two the other, of more those that say not that they wait in vain too."
@@ -186,7 +188,7 @@ def agree(self:ProcessGroup,
     self.owed, self.owed_whole = bool(self.sharded and moves), bool(self.parted and self.averages and moves)
     return Agreement(int(max(codes)), rank, int(sum(samples)), any(cut), why, tuple(terms), missing, bool(reading[0]))
 
-
+# %% ../../nbs/parallel/03_replicas.ipynb #c1b6ccef
 @patch
 def _rows(self:ProcessGroup, said):
     "What each rank says, in numbers."
@@ -231,7 +233,7 @@ def _exchange(self:ProcessGroup):
     send = lambda flat, rank: dist.broadcast(flat, rank, async_op=True)
     self.reach(self.shards.exchange, self.buckets, send)
 
-
+# %% ../../nbs/parallel/03_replicas.ipynb #b82a9849
 @patch
 def _make_up(self:ProcessGroup):
     "Come to what this rank did not come to within a step, and others wait at."
@@ -276,7 +278,7 @@ def _lay_rest(self:ProcessGroup):
     self.inside = {*self.units.params}
     self.rest = [p for p in self.asked_for if p not in self.inside]
 
-
+# %% ../../nbs/parallel/03_replicas.ipynb #ee298060
 @patch
 def _refuse_idle(self:ProcessGroup, params):
     if all(self.shards.load): return
@@ -315,7 +317,7 @@ def learn(self:ProcessGroup,
     if self.units.settle_on(orders[0][1]): self._lay_rest()
     self.prepare(self.asked_for)
 
-
+# %% ../../nbs/parallel/03_replicas.ipynb #7bc49431
 @patch
 def forget(self:ProcessGroup):
     "The network may run in another order from now on."
@@ -372,7 +374,7 @@ def in_block(self:ProcessGroup, p) -> bool:
     "Whether a parameter is in a block that is gathered as it runs."
     return p in self.inside
 
-
+# %% ../../nbs/parallel/03_replicas.ipynb #d5427627
 @patch
 def total(self:ProcessGroup,
     norm,  # of the gradients in no block, the same on all ranks: a float or a tensor
@@ -383,7 +385,7 @@ def total(self:ProcessGroup,
     if torch.is_tensor(norm): return (norm.double().square() + factor**2 * self.square).sqrt()
     return math.hypot(norm, factor * math.sqrt(self.square.item()))
 
-
+# %% ../../nbs/parallel/03_replicas.ipynb #c43913b1
 @patch
 @contextlib.contextmanager
 def whole(self:ProcessGroup,
@@ -422,7 +424,7 @@ def keeps(self:ProcessGroup, p) -> bool:
     "Whether this rank keeps the moments of a parameter."
     return not self.sharded or self.shards.keeps(p)
 
-
+# %% ../../nbs/parallel/03_replicas.ipynb #2c2b01f3
 @patch
 def gather(self:ProcessGroup,
     kept:dict,  # name → {name: tensor or other value}

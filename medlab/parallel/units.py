@@ -37,6 +37,7 @@ def blocks_of(
     most, found = sum(p.nbytes for p in left) / parts, []
 
     def visit(name, module):
+        "Take the module as a block, or those in it."
         own = [p for p in module.parameters() if p in left]
         small = sum(p.nbytes for p in own) <= most or not [*module.children()]
         if name and own and small and not isinstance(module, _LISTS):
@@ -68,12 +69,15 @@ class Unit:
         self._empty()
 
     def _empty(self): self.whole.flat.untyped_storage().resize_(0)
-    def put(self, values): [setattr(p, "data", v) for p, v in zip(self.params, values)]
+
+    def put(self, values):
+        "Let the parameters be these."
+        for p, v in zip(self.params, values): p.data = v
 
     @property
     def parted(self) -> bool: "Whether each rank has its own alone."; return bool(self.home)
 
-
+# %% ../../nbs/parallel/02_units.ipynb #75ba9b3b
 @patch
 def part(self:Unit):
     "Let go of what other ranks own."
@@ -101,7 +105,7 @@ def end(self:Unit):
     self.under_way = []
     self.put(self.whole.views)
 
-
+# %% ../../nbs/parallel/02_units.ipynb #6b1282b8
 @patch
 def gather(self:Unit, send):
     "Put the parameters together."
@@ -160,7 +164,9 @@ class Units:
     @property
     def parted(self) -> bool: "Whether each rank has its own alone."; return any(u.parted for u in self.units)
 
-    def close(self): "Leave the network alone."; [h.remove() for h in self.hooks]
+    def close(self):
+        "Leave the network alone."
+        for h in self.hooks: h.remove()
 
 # %% ../../nbs/parallel/02_units.ipynb #1d8e66ea
 OPAQUE = ("{!r} ({}) returns no tensor with a gradient, so nothing tells when its parameters are needed in the "
@@ -170,12 +176,15 @@ OPAQUE = ("{!r} ({}) returns no tensor with a gradient, so nothing tells when it
 @patch
 def _hooks(self:Units, k, unit):
     def begins(module, args):
+        "Before the module runs."
         if self.mode and module is unit.module: self._need(k)
 
     def ends(module, args, out):
+        "After it has run."
         if self.mode and module is unit.module: self._ran(k, out)
 
     def arrived(p):
+        "A gradient is whole."
         if not self.mode: return
         unit.arrived.add(p)
         if len(unit.arrived) == len(unit.params): self._at("reduce", k)
@@ -192,7 +201,7 @@ def _need(self:Units, k):
     self._at("gather", k)
     self.here.add(k)
 
-
+# %% ../../nbs/parallel/02_units.ipynb #1ffa4d29
 @patch
 def _ran(self:Units, k, out):
     "A unit has run forward."
@@ -327,7 +336,7 @@ def watch(self:Units,
         for k in range(len(self.units)): self._sent(k)
         self.mode, self.order = "", before
 
-
+# %% ../../nbs/parallel/02_units.ipynb #399cff8e
 @patch
 def settle_on(self:Units,
     order:list,  # of `watch`

@@ -538,6 +538,7 @@ def _norm_of_all(self:HostDecisions, t, expected, scaler):
     if not s.replicas.gathers: return None
 
     def norm_of_all():
+        "The norm; the scaler hears whether it is finite."
         scale = scaler.get_scale() if scaler else 1.0
         found = s.norm_of_all(expected / t.samples / scale if scale else math.inf)
         flags = scaler._found_inf_per_device(s.optimizer).values() if scaler else ()

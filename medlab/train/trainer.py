@@ -717,6 +717,7 @@ def _scores(self:Trainer, cases):
     model = self.snapshot() if self.replicas.parted else None  # put together by all ranks
 
     def score(own):
+        "The table of some cases, or why there is none."
         call = lambda **kw: table_of(self.recipe, self.recipe.evaluate(model or self.snapshot(), own, **kw))
         return infer(call, self.recipe, self.memory, self._report, None, "validation", self.knobs.val_retries)
 
