@@ -12,6 +12,7 @@ from collections import Counter
 import torch
 from fastcore.basics import patch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..core import UserError
@@ -135,8 +136,8 @@ def unite(self:Unit, send):
 
 # %% ../../nbs/parallel/02_units.ipynb #01ba7f76
 OTHER_WAY = ("{} {!r} where {} was expected: the network takes another way through its blocks than in the pass from "
-    "which their order was learned. With parallel='fsdp' it has to take the same one with every sample, and on every "
-    "rank; parallel='zero1' has no such need")
+    "which their order was learned. With parallel='fsdp' blocks may be left out, and have to run in one order with "
+    "every sample, on every rank; parallel='zero1' has no such need")
 _WORDS = dict(gather="the pass runs", reduce="gradients are whole of")
 
 
@@ -233,11 +234,20 @@ def _at(self:Units, what, k):
         self.order.append((what, k))
         if what == "reduce": self._sent(k)
         return
-    due = self.order[self.place] if self.place < len(self.order) else None
-    if due != (what, k):
+    if (what, k) not in self.order[self.place:]:
+        due = self.order[self.place] if self.place < len(self.order) else None
         told = f"{due[0]} {self.units[due[1]].name!r}" if due else "the end"
         raise UserError(OTHER_WAY.format(_WORDS[what], self.units[k].name, told))
+    while self.order[self.place] != (what, k): self._pass_by()
     self._do(what, k)
+
+
+@patch
+def _pass_by(self:Units):
+    "Do for the others' sake what comes next."
+    what, k = self.order[self.place]
+    self._do(what, k)
+    if what == "gather": self.units[k].leave()
 
 
 @patch
@@ -254,6 +264,30 @@ def _sent(self:Units, k):
     unit.arrived.clear()
     self.here.discard(k)
     for p in unit.params: p.grad = None
+
+# %% ../../nbs/parallel/02_units.ipynb #53df4d85
+_VALUES = torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.real
+_FORM = {"size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
+    "is_contiguous", "storage_offset", "get_device", "register_hook", "register_post_accumulate_grad_hook", "__len__",
+    "requires_grad_", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
+    "new_ones", "new_empty", "new_full", "new_tensor", "result_type", "__hash__", "type_as"}  # look at no value
+
+
+class _Reads(TorchFunctionMode):
+    "Within it, notes the units whose parameters are read while they do not run."
+
+    def __init__(self, units):
+        super().__init__()
+        self.units, self.found = units, set()
+        self.place = {p: k for k, u in enumerate(units.units) for p in u.params}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        reads = getattr(func, "__self__", None) in _VALUES if name in ("__get__", "__set__") else name not in _FORM
+        if reads:
+            held = [self.place[t] for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t in self.place]
+            self.found.update(k for k in held if k not in self.units.here)
+        return func(*args, **(kwargs or {}))
 
 # %% ../../nbs/parallel/02_units.ipynb #5eb163f5
 @patch
@@ -313,25 +347,25 @@ def running(self:Units):
 def _follow(self:Units):
     "Go through the rest of a pass for the others' sake."
     for k in [*self.here]: self._leave(k)
-    while self.place < len(self.order):
-        what, k = self.order[self.place]
-        self._do(what, k)
-        if what == "gather": self.units[k].leave()
+    while self.place < len(self.order): self._pass_by()
     while self.under_way: self._receive()
+    late = [u.name for u in self.units if any(p.grad is not None for p in u.params)]
+    for p in self.params: p.grad = None
+    if late: raise UserError(OTHER_WAY.format(_WORDS["reduce"], late[0], "the end"))
 
 # %% ../../nbs/parallel/02_units.ipynb #10dfd8f7
 @patch
 def watch(self:Units,
     call,  # function that makes a forward and a backward pass; everything is whole
-) -> list:  # of ("gather" or "reduce", number of a unit)
+) -> tuple:  # (list of ("gather" or "reduce", number of a unit), numbers of the units that are read outside of them)
     "The order in which a pass takes the units; gradients are let go of."
     before, self.order = self.order, []
-    self.mode, self.backward = "learn", False
+    self.mode, self.backward, reads = "learn", False, _Reads(self)
     try:
-        call()
+        with reads: call()
         for k in sorted(self.here):
             if self.units[k].arrived: self._at("reduce", k)
-        return self.order
+        return self.order, sorted(reads.found)
     finally:
         for k in range(len(self.units)): self._sent(k)
         self.mode, self.order = "", before
@@ -339,10 +373,10 @@ def watch(self:Units,
 # %% ../../nbs/parallel/02_units.ipynb #399cff8e
 @patch
 def settle_on(self:Units,
-    order:list,  # of `watch`
+    order:list, read=(),  # of `watch`
 ) -> bool:  # whether units were given up
-    "Take an order, and let go of what others own; a unit whose module was never called is none, and stays whole."
-    called = sorted({k for what, k in order if what == "gather"})
+    "Take an order, and let go of what others own. A unit that was read outside, or never called, stays whole."
+    called = sorted({k for what, k in order if what == "gather"} - {*read})
     given_up = len(called) < len(self.units)
     if given_up:
         number, self.units = {k: i for i, k in enumerate(called)}, [self.units[k] for k in called]

@@ -290,6 +290,7 @@ APART = ("{} ranks hold a share each of what a checkpoint needs, and they ended 
 def _apart(self:Saver) -> bool:
     "Whether no checkpoint can be put together any more; says so."
     if not (self.replicas.sharded and self.loop.retry.parted): return False
+    if not self.iteration: return True  # nothing was learned yet
     kept = self.checkpoints.listed()
     if kept and kept[-1]["step"] == self.iteration: return True
     newest = f"the newest checkpoint is of step {kept[-1]['step']}" if kept else "there is no checkpoint"

@@ -432,6 +432,8 @@ def set(self:Trainer,
     **knobs,  # knob → value; raises `UserError` for a bad one
 ) -> Change:
     "Ask for a change of knobs; it is applied between two steps, where several ranks train on all of them."
+    if self.handed_over: raise UserError("a process goes on with this run, and takes changes as any other: "
+        f"Run({str(self.path)!r}).request({', '.join(f'{k}={v!r}' for k, v in knobs.items())})")
     return self.mailbox.propose(source, at, **knobs)
 
 # %% ../../nbs/train/10_trainer.ipynb #764401ae
@@ -552,6 +554,7 @@ def _claim(self:Trainer, steps, until):
 @patch
 def pause(self:Trainer):
     "Pause before the next step. Raises `UserError` on another rank than the first."
+    if self.handed_over: return self._pass_on("pause")
     refuse_other_rank(self.replicas, "a pause")
     self.worker.pause()
 
@@ -559,12 +562,22 @@ def pause(self:Trainer):
 @patch
 def resume(self:Trainer):
     "Go on after a pause. Raises `UserError` on another rank than the first."
+    if self.handed_over: return self._pass_on("resume")
     refuse_other_rank(self.replicas, "the end of a pause")
     self.worker.resume()
 
 
 @patch
-def stop(self:Trainer): "Stop before the next step, and save."; self.worker.stop()
+def stop(self:Trainer):
+    "Stop before the next step, and save."
+    if self.handed_over: return self._pass_on("stop")
+    self.worker.stop()
+
+
+@patch
+def _pass_on(self:Trainer, command):
+    "Ask the process that goes on with the run."
+    Run(self.path).command(command)
 
 # %% ../../nbs/train/10_trainer.ipynb #e481742f
 @patch
