@@ -646,7 +646,7 @@ def _steps(self:Trainer):
         self.retry.leave(f"{type(e).__name__}: {e}")
         raise
     self.loop.flush()
-    self.replicas.unite()
+    if not self.retry.parted: self.replicas.unite()
     self.batches.release()
     if p.iteration > first and self.step.optimizer_step == taken:
         text = (f"not one of the steps {first + 1} to {p.iteration} was taken, so nothing was learned; "
