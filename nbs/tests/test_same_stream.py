@@ -71,7 +71,8 @@ OWN = "fast_ddpm", "restoration", "segmentation", "slice_interpolation", "vjepa3
 PLANS = "", "much", "device", "late"
 LONG = bool(os.environ.get("MEDLAB_LONG"))  # then recipes of medlab divide their moments, too, and runs go on as they were begun
 JOBS = [(name, plan, parallel) for parallel in ("ddp", "zero1", "fsdp")
-    for name, plan in (*(("noisy", plan) for plan in PLANS), *((name, "") for name in OWN if LONG or parallel != "zero1"))]
+    for name, plan in (*(("noisy", plan) for plan in PLANS if LONG or parallel != "zero1" or plan in ("much", "late")),
+        *((name, "") for name in OWN if LONG or parallel != "zero1"))]
 REFUSED = [("noisy", "statistics"), ("noisy", "few")]
 
 
