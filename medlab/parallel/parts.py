@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 
-from ..core import RunFailed, UserError
+from ..core import UserError
 from .buckets import as_real
 from .units import Units, blocks_of
 
@@ -73,19 +73,13 @@ def _refuse_idle(self:Parts, params):
 def learn(self:Parts,
     call,  # function that makes a pass with few samples; None: there is no sample here
 ):
-    "Learn the order of blocks where it is not known. Raises what `call` raises, and on the others `RunFailed`."
+    "Learn the order of blocks where it is not known. Raises what `together` raises where `call` raises anywhere."
     if self.units.order is not None: return self.units.part()
     self.unite()
-    found, error = (None, ()), None
-    try: found = self.units.watch(call) if call else found
-    except Exception as e: error = e
-    why = "" if error is None else f"{type(error).__name__}: {error}"
-    told = self.group.share((*found, why), "the order of blocks")
-    if error: raise error
-    if bad := [(r, text) for r, (*_, text) in enumerate(told) if text]:
-        raise RunFailed(f"rank {bad[0][0]} could not make a pass with one or two samples: {bad[0][1]}")
-    read = sorted({k for _, found, _ in told for k in found})
-    self._settle([(r, order) for r, (order, *_) in enumerate(told) if order is not None], read)
+    found = self.group.together(lambda: self.units.watch(call) if call else (None, ()))
+    told = self.group.share(found, "the order of blocks")
+    read = sorted({k for _, found in told for k in found})
+    self._settle([(r, order) for r, (order, _) in enumerate(told) if order is not None], read)
 
 
 WHOLE = ("{} of {} blocks stay whole on every rank, since the losses read their parameters outside of them ({}); "
