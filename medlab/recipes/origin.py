@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core import UnknownName, UserError
+from ..parallel.launch import rank_here
 from .base import Recipe, refuse_lost_fields
 
 # %% ../../nbs/recipes/05_origin.ipynb #b551f6cf
@@ -280,9 +281,9 @@ def shown_before(
 
 
 def warn_changed(cls, origin, path):
-    "Warn once where a recipe's source is another than when its run began, see `changed_source`."
+    "Warn once, of several ranks on the first, where a recipe's source is another than when its run began."
     text = changed_source(cls, origin, path)
-    if text and not shown_before(cls, origin): warnings.warn(text, UserWarning, stacklevel=2)
+    if text and not shown_before(cls, origin) and not rank_here(): warnings.warn(text, UserWarning, stacklevel=2)
 
 # %% ../../nbs/recipes/05_origin.ipynb #fca66b9a
 def _as_declared(cls, config):

@@ -101,7 +101,7 @@ def told(self:DeviceDecisions, read):
 def _norm(self:DeviceDecisions, t, grads):
     "The norm of the gradients, of which each rank may have some alone."
     s = self.step
-    if s.replicas.gathers: grads = [p.grad for p in s.params if p.grad is not None and not s.replicas.in_block(p)]
+    if s.replicas.gathers: grads = [g for _, g in s.in_no_block()]
     norms = [n.to(self.device) for n in torch._foreach_norm(grads, 2, torch.float64)] if grads else []
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device).double()
     return s.replicas.total(norm, t.factor)

@@ -221,11 +221,17 @@ def _again(self:Step, t, i, batch, out):
 
 # %% ../../nbs/step/05_step.ipynb #3f2d57b2
 @patch
+def in_no_block(self:Step) -> list:  # of (name, gradient)
+    "The gradients that every rank has; for the others see `Replicas.total`."
+    return [(n, p.grad) for n, p in self.named if p.grad is not None and not self.replicas.in_block(p)]
+
+
+@patch
 def norm_of_all(self:Step,
     factor:float,  # by which gradients were multiplied since the ranks agreed
 ) -> float:  # not finite where a gradient of any rank is not
     "The norm of the gradients, of which each rank has some alone."
-    every = [(n, p.grad) for n, p in self.named if p.grad is not None and not self.replicas.in_block(p)]
+    every = self.in_no_block()
     norm = quick_norm([g for _, g in every])
     if not math.isfinite(norm): norm, _ = exact_norm(every)
     return self.replicas.total(norm, factor)

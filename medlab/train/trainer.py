@@ -328,8 +328,8 @@ def _make_controls(self:Trainer):
     self.bindings["optimizer_implementation"] = replace(implementation, write=self._implement)
     self.controls = Controls(self.knobs, self.mailbox, self.writer, self.bindings)
     self.controls.probe, self.batches.ask = self.step.probe, self.set
-    if self.replicas.size == 1: self.retry.make = VerifiedSteps(self.step, self.controls, self._report)
-    else: self.controls.agreed = lambda why: on_any_rank(self.replicas, why)
+    self.retry.make = VerifiedSteps(self.step, self.controls, self._report)
+    if self.replicas.size > 1: self.controls.agreed = lambda why: on_any_rank(self.replicas, why)
     self.fixes = switches(self.recipe.fixes(), self.set, self.knobs)
 
 # %% ../../nbs/train/10_trainer.ipynb #24308c1b

@@ -14,6 +14,7 @@ from medlab.core import RunFailed, UserError
 from medlab.parallel import replicas
 from medlab.recipes.base import Recipe
 from medlab.run.directory import Run
+from medlab.step.speed import read_compile, set_compile
 
 STEPS = 12
 
@@ -32,6 +33,14 @@ PLANS = {
     "a torn scan": {1: lambda: [faults.reader(ValueError("torn"), index=15)]},
     "an error": {1: lambda: [faults.reader(KeyboardInterrupt(), index=50)]},
 }
+
+
+def halved(graph, inputs):
+    "A backend of `torch.compile` whose networks return half of what they should."
+    return lambda *args: [v / 2 for v in graph(*args)]
+
+
+COMPILED = {"as written": ("eager", "eager"), "wrong on rank 1": ("eager", halved), "memory on rank 1": ("eager", "eager")}  # by rank
 
 
 class Held:
@@ -82,6 +91,12 @@ def rank(number, folder, parallel):
             except (RunFailed, KeyboardInterrupt) as e: print(name, type(e).__name__, e, file=sys.stderr)
             flat = torch.cat([p.detach().flatten() for p in t.model.parameters()])
             print(json.dumps(dict(name=name, weights=flat.tolist(), number=t.iteration, taken=t.step.optimizer_step, micro=t.knobs.micro_batch, state=t.run.state, kept=t.saver.kept, out=sorted(t.quarantine.samples.out))))
+    for name, backends in COMPILED.items() if parallel != "fsdp" else ():
+        plan = [faults.out_of_memory("forward", at=1)] * (number == 1 and name.startswith("memory"))
+        with trainer(f"{folder}/{name}", Half(), parallel=parallel, save_every=3, clip_by_loss=True, gradient_accumulation_steps=2) as t, faults.plant(t, *plan):
+            set_compile(t.model, "model", backend=backends[number])
+            t.fit(STEPS, progress=False)
+            print(json.dumps(dict(name=name, weights=torch.cat([p.detach().flatten() for p in t.model.parameters()]).tolist(), taken=t.step.optimizer_step, micro=t.knobs.micro_batch, compiled=read_compile(t.model))))
     apart = {}
     for name, path, knobs in (("path", f"{folder}/apart{number}", {}), ("knobs", f"{folder}/apart", dict(lr=1e-3 + number * 1e-4))):
         try:
@@ -121,7 +136,7 @@ def outcomes(request, tmp_path_factory):
     finally: [p.kill() for p in made]
     assert [p.returncode for p in made] == [0, 0], out[0][1][-2000:] + out[1][1][-2000:]
     a, b = ({(d := json.loads(line))["name"]: d for line in o.splitlines()} for o, _ in out)
-    return path, {name: (a[name], b[name]) for name in [*PLANS, "apart", "scored"]}, request.param
+    return path, {name: (a[name], b[name]) for name in a}, request.param
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -155,6 +170,21 @@ def test_two_ranks_decide_alike(outcomes, tmp_path, name):
     if name == "one sample": assert sum(Run(runs[0]).metrics("dropped")["dropped"].value) == 1 and a["taken"] == STEPS
     if name == "a torn scan": assert a["out"] == b["out"] == [15] and any("rank 1" in e.text and "torn" in e.text for e in Run(runs[0]).events("quarantine"))
     if name == "all samples": assert sum(Run(runs[1]).metrics("dropped")["dropped"].value) == 4 and a["taken"] == STEPS and skipped == [0, 0], "the other's samples count"
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_network_is_verified_on_all_ranks(outcomes, name):
+    "What a rank finds holds for all, before a weight has moved; and all try again where one has no memory for it."
+    path, found, parallel = outcomes
+    if parallel == "fsdp": pytest.skip("fsdp refuses to compile")
+    (a, b), right, wrong = found[name], found["no_step_taken"][0], name.startswith("wrong")
+    assert a == b and a["taken"] == STEPS and a["compiled"] == ("off" if wrong else "model") and a["micro"] == (2 if name.startswith("memory") else None)
+    if wrong: assert a["weights"] == right["weights"], "to the bit, as nothing but the network as written has moved them"
+    else: assert a["weights"] == pytest.approx(right["weights"], abs=1e-6)
+    for run in (path / name, path / name / "ranks/1"):
+        told = [e for e in Run(run).events("compilation") if "as written" in e.text]
+        assert [e.level for e in told] == ["error" if wrong else "info"] and ("was taken back" if wrong else "agree to") in told[0].text, told
+    assert len(events(path / name, "revert")) == len(events(path / name / "ranks/1", "revert")) == wrong, "each for itself, and not again as what rank 1 says"
 
 
 def test_held_out_cases_are_divided(outcomes, tmp_path):
