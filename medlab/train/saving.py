@@ -294,6 +294,7 @@ def _apart(self:Saver) -> bool:
     kept = self.checkpoints.listed()
     if kept and kept[-1]["step"] == self.iteration: return True
     newest = f"the newest checkpoint is of step {kept[-1]['step']}" if kept else "there is no checkpoint"
+    if self.replicas.rank: newest += ", as far as rank 0 has written by now"
     self.writer.event("checkpoint", APART.format(self.replicas.size, self.iteration, newest), "warning")
     return True
 
