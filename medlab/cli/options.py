@@ -128,7 +128,8 @@ def _add_processes(p):
     p.add_argument("--restarts", type=int, help="how often all of them are started anew from the last checkpoint where "
         "one fails, default 0")
     p.add_argument("--rank_wait", type=int, metavar="SECONDS", help="how long a process waits for the others before it "
-        "fails, as where one hangs; longer than a checkpoint and a validation take; default 1800")
+        "fails, as where one hangs, which torch ends 30 s later; longer than a checkpoint and a validation take; "
+        "default 1800")
 
 
 def _add_size(p, cls):
