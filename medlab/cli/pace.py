@@ -12,6 +12,8 @@ import time
 from fastcore.basics import patch
 from tqdm import tqdm
 
+from ..step.speed import graphs_of
+
 # %% ../../nbs/cli/06_pace.ipynb #e27bc0f6
 STEPS, PATIENCE = 4, 30.0  # steps, or seconds if they come first, after which it is said
 SLOW = 10.0  # s a step on a CPU, above which a smaller size is named
@@ -45,11 +47,14 @@ class Pace:
         now=time.time,  # clock of the day, s
     ):
         self.trainer, self.target, self.say = trainer, target, say
-        self.now, self.seconds, self.said = now, [], False  # of each step so far
+        self.now, self.seconds, self.said = now, [], False  # of each step so far, but for those that compiled
+        self.graphs = None  # that were made of the network so far; None: it is not compiled
 
     def after_step(self, result, batch):
         "Note a step's time; say it once it is known."
         if self.said: return
+        made, self.graphs = graphs_of(self.trainer.model) != self.graphs, graphs_of(self.trainer.model)
+        if made: return
         self.seconds.append(result.ended - batch.began)
         known = len(self.seconds) >= STEPS or sum(self.seconds) >= PATIENCE
         if not known or result.iteration >= self.target: return

@@ -100,7 +100,9 @@ def reach(self:ProcessGroup, call, *args):
     try: return call(*args)
     except RuntimeError as e:
         why = re.sub(r"^\[[^]]*\.cc:\d+\]\s*", "", str(e).splitlines()[0]).split(". ")[0]
-        silent = self._silent(bool(re.search("time[d ]*out", str(e), re.I)))
+        late = bool(re.search("time[d ]*out", str(e), re.I))
+        if late: why += ", longer than the process group waits (--rank-wait of medlab train)"
+        silent = self._silent(late)
         who = f"rank {', '.join(map(str, silent))}" if silent else "one of them"
         raise RunFailed(f"rank {self.rank} of {self.size} does not reach the others any more, since {who} ended or "
             f"hangs: {why:.200}", silent=silent) from e

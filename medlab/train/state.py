@@ -99,7 +99,8 @@ class ModelState:
         differ = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
         k = differ[0]
         raise UserError(f"the checkpoint is of another network: {len(differ)} tensors differ, the first is {k!r} "
-            f"({theirs.get(k, 'absent')} in the checkpoint, {own.get(k, 'absent')} in the model)")
+            f"({theirs.get(k, 'absent')} in the checkpoint, {own.get(k, 'absent')} in the model); build the network "
+            "that was trained, or begin a new run")
 
 # %% ../../nbs/train/03_state.ipynb #c361e0b6
 @torch.no_grad()

@@ -462,7 +462,7 @@ def fit(self:Trainer,
     levels = ("error",) if progress is False else LEVELS
     if progress is None: progress = sys.stderr.isatty() or "ipykernel" in sys.modules
     saved = lambda: f"training stopped after step {self.iteration}, which was saved; fit() goes on"
-    with interrupts(self.stop, saved, STOPPING) as heard:
+    with interrupts(self.stop, saved, "" if self.replicas.rank else STOPPING) as heard:
         self._claim(steps, until)
         if heard: self.stop()  # it came before there was anything to be stopped
         try: self.worker.run(lambda: self._train_here(progress, levels))

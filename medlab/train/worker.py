@@ -40,8 +40,9 @@ def interrupts(
         "Ask once, and give the signals back."
         heard.append(number)
         stop()
+        who = " (SIGTERM: asked by a launcher, a scheduler or kill)" * (number == signal.SIGTERM)
         with contextlib.suppress(RuntimeError):  # it came within another print
-            if notice: print(f"medlab: {notice}", file=sys.stderr, flush=True)
+            if notice: print(f"medlab: {notice}{who}", file=sys.stderr, flush=True)
         for s, old in before.items(): signal.signal(s, old)
 
     if threading.current_thread() is threading.main_thread():
