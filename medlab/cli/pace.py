@@ -12,8 +12,6 @@ import time
 from fastcore.basics import patch
 from tqdm import tqdm
 
-from ..step.speed import graphs_of
-
 # %% ../../nbs/cli/06_pace.ipynb #e27bc0f6
 STEPS, PATIENCE = 4, 30.0  # steps, or seconds if they come first, after which it is said
 SLOW = 10.0  # s a step on a CPU, above which a smaller size is named
@@ -50,11 +48,14 @@ class Pace:
         self.now, self.seconds, self.said = now, [], False  # of each step so far, but for those that compiled
         self.graphs = None  # that were made of the network so far; None: it is not compiled
 
+    def _compiled(self):
+        from medlab.step.speed import graphs_of  # which needs torch, and a command that trains nothing does not
+        before, self.graphs = self.graphs, graphs_of(self.trainer.model)
+        return self.graphs != before
+
     def after_step(self, result, batch):
         "Note a step's time; say it once it is known."
-        if self.said: return
-        made, self.graphs = graphs_of(self.trainer.model) != self.graphs, graphs_of(self.trainer.model)
-        if made: return
+        if self.said or self._compiled(): return
         self.seconds.append(result.ended - batch.began)
         known = len(self.seconds) >= STEPS or sum(self.seconds) >= PATIENCE
         if not known or result.iteration >= self.target: return
