@@ -75,8 +75,10 @@ class Replicas(Protocol):
     def arm(self):
         "The next backward pass is the last one of the step: what it has finished may be sent at once."
 
-    def agree(self, code:int=FINE, samples:int=0, detached:bool=False, why:str="", terms=(), read=False) -> Agreement:
-        "Tell all how it went here, and hear how it went there; `why` goes with a `STOP`. Gradients are sent before."
+    def agree(self, code:int=FINE, samples:int=0, detached:bool=False, why:str="", terms=(), read=False, norms=None,
+    ) -> Agreement:
+        """Tell all how it went here, and hear how it went there; `why` goes with a `STOP`. Gradients are sent before;
+        `norms` measures a list of those that this one has alone."""
 
     def take_gradients(self, agreement:Agreement):
         "Replace the gradients by their sums over the replicas."

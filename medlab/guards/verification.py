@@ -8,7 +8,7 @@ __all__ = ['LIMIT', 'HALF', 'FACTOR', 'OFF', 'OTHER', 'REPLAYS', 'LOOKS', 'gradi
 
 # %% ../../nbs/guards/10_verification.ipynb #5a7f58da
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from fastcore.basics import patch
@@ -54,6 +54,8 @@ class Agreement:
     worst:dict  # parameter → distance as a share of its gradient, of those that are off, else of the worst one
     tensors:int  # that were compared
     carrying:frozenset  # names of those whose gradient was not zero
+    graphs:int=1  # that were compiled of the network so far
+    without:tuple=()  # numbers of the ranks that compiled nothing, where others did and nothing is off
 
 # %% ../../nbs/guards/10_verification.ipynb #c694c05a
 def agreement(
@@ -78,13 +80,16 @@ def agreement(
 
 
 def joined(
-    found:list,  # `Agreement` of each rank, None of one that has nothing to compare with
+    ranks:list,  # `Agreement` of each, None of one that has nothing to compare with
 ) -> Agreement:  # None where no rank has
-    "What several ranks found of one network: sound where it is so for all, and as far off as where it is farthest."
-    if not (found := [f for f in found if f]): return None
-    bad = [f for f in found if not f.sound]
+    """What several ranks found of one network: sound where it is so for all and all compiled it or none did, and as far
+    off as where it is farthest."""
+    if not (found := [f for f in ranks if f]): return None
+    bad, most = [f for f in found if not f.sound], max(f.graphs for f in found)
     worst = max(bad or found, key=lambda f: max(f.worst.values())).worst
-    return Agreement(not bad, worst, found[0].tensors, frozenset().union(*(f.carrying for f in found)))
+    carrying = frozenset().union(*(f.carrying for f in found))
+    without = tuple(r for r, f in enumerate(ranks) if f and most and not (f.graphs or bad))
+    return Agreement(not bad and not without, worst, found[0].tensors, carrying, most, without)
 
 # %% ../../nbs/guards/10_verification.ipynb #33816930
 OFF = dict(compile="off", cuda_graphs=False)  # the switches, taken back
@@ -160,7 +165,8 @@ def compare(self:VerifiedSteps, iteration, batch) -> Agreement:
         if TOO_FEW not in str(e): raise
         return None
     finally: step.undo()
-    return agreement([n for n, _ in step.named], compiled, plain, exact)
+    found = agreement([n for n, _ in step.named], compiled, plain, exact)
+    return found and replace(found, graphs=graphs_of(step.model))
 
 # %% ../../nbs/guards/10_verification.ipynb #cd6e89bb
 @patch
@@ -181,11 +187,21 @@ def _tell(self:VerifiedSteps, at, found, seen):
         worst=found.worst)
 
 
+def _off(worst):
+    named = ", ".join(f"{k} by {v:.1g}" for k, v in worst.items())
+    return f"compiled, the gradients are not those of the network as written; off, in shares of their norms: {named}"
+
+
+def _partly(ranks):
+    here = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return (f"nothing of the network was compiled on {here}, and other ranks compiled it (TORCH_LOGS=graph_breaks says "
+        "what torch cannot trace); a switch holds on all ranks or on none")
+
+
 @patch
 def _take_back(self:VerifiedSteps, at, found):
     n, compiler, now = graphs_of(self.step.model), compiler_of(self.step.model), self.step.knobs.values()
-    worst = ", ".join(f"{k} by {v:.1g}" for k, v in found.worst.items())
-    reason = f"compiled, the gradients are not those of the network as written; off, in shares of their norms: {worst}"
+    reason = _partly(found.without) if found.without else _off(found.worst)
     self.controls.withdraw({k: v for k, v in OFF.items() if now[k] != v}, reason, at)
     if compiler_of(self.step.model) is compiler: set_compile(self.step.model, "off")  # no knob had switched it on
     end = "The switch was taken back before a weight moved, and training goes on without it"

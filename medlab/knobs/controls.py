@@ -11,7 +11,7 @@ import math
 from fastcore.basics import patch
 
 from ..contracts.state import KnobBinding
-from ..core import UserError
+from ..core import error_text
 from .mailbox import Change, Mailbox
 
 # %% ../../nbs/knobs/05_controls.ipynb #afea6bb7
@@ -105,7 +105,7 @@ def apply(self:Controls,
     change.applied_step = iteration
     why = ""
     try: self.put(change.requested, change.source)
-    except Exception as e: why = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}"
+    except Exception as e: why = error_text(e)
     if why := self.agreed(why): return self._revert(change, why)
     self._write_again(change)
     self.open.append(change)

@@ -28,7 +28,7 @@ class Parts:
     ):
         self.model, self.group, self.units = model, group, None
         self.every, self.rest, self.inside = None, None, set()  # all parameters, those in no block, the others
-        self.square = None  # of the norm of the gradients in blocks, of all ranks, when they agreed
+        self.norms = None  # of the gradients in blocks, of all ranks, when they agreed: a tensor (parameters,)
         self.ahead = False  # whether the others go on to the passes of the next step, and this rank has not yet
         self.owed = False  # whether the others wait for the whole network at the end of the step
 
@@ -130,13 +130,16 @@ def missing(self:Parts) -> tuple:  # indices, after those of the parameters that
 
 
 @patch
-def begin_square(self:Parts):
-    "Begin to add up the squared norms of the gradients that each rank has alone; what is under way."
+def begin_norms(self:Parts,
+    measure=None,  # function of a list of gradients that gives the norm of each; None: in float64
+):
+    "Begin to put together the norms of the gradients that each rank has alone; what is under way."
     if not self.units: return None
-    norms = torch._foreach_norm([*self.units.sums.values()], 2, torch.float64) if self.units.sums else ()
-    zero = torch.zeros((), dtype=torch.float64, device=self.every[0].device)
-    self.square = sum((n.square() for n in norms), zero)
-    return self.group.reach(lambda: dist.all_reduce(self.square, async_op=True))
+    own, zero = self.units.sums, torch.zeros((), dtype=torch.float64, device=self.every[0].device)
+    measure = measure or (lambda grads: torch._foreach_norm(grads, 2, torch.float64))
+    found = dict(zip(own, measure([*own.values()]) if own else ()))
+    self.norms = torch.stack([found.get(p, zero).double() for p in self.units.params])
+    return self.group.reach(lambda: dist.all_reduce(self.norms, async_op=True))
 
 
 @patch
@@ -161,8 +164,8 @@ def total(self:Parts,
     factor,  # by which gradients were multiplied since the ranks agreed: a float or a tensor
 ):
     "The norm of all gradients."
-    if torch.is_tensor(norm): return (norm.double().square() + factor**2 * self.square).sqrt()
-    return math.hypot(norm, factor * math.sqrt(self.square.item()))
+    if torch.is_tensor(norm): return torch.linalg.vector_norm(torch.cat([norm.double()[None], factor * self.norms]))
+    return math.hypot(norm, *(factor * self.norms).tolist())
 
 # %% ../../nbs/parallel/03_parts.ipynb #2b463716
 @patch

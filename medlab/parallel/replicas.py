@@ -31,7 +31,7 @@ class OneProcess:
     averages = False  # nobody waits for them
     asks, tell = staticmethod(lambda: False), None
 
-    def agree(self, code=FINE, samples=0, detached=False, why="", terms=(), read=False):
+    def agree(self, code=FINE, samples=0, detached=False, why="", terms=(), read=False, norms=None):
         "What was said."
         return Agreement(code, 0, samples, detached, why, tuple(terms), (), read)
 
@@ -166,16 +166,17 @@ def agree(self:ProcessGroup,
     why:str="",  # of a `STOP`
     terms=(),  # names of the loss terms
     read:bool=False,  # whether it is time to read what waits on the device; rank 0 is asked
+    norms=None,  # see `Parts.begin_norms`
 ) -> Agreement:
     "Tell all ranks how it went here, and hear how it went there. Raises `RunFailed` where one of them is gone."
     self._make_up()
     missing = self.buckets.finish() if self.buckets else ()
-    if self.parts: missing, square = (*missing, *self.parts.missing()), self.parts.begin_square()
+    if self.parts: missing, measured = (*missing, *self.parts.missing()), self.parts.begin_norms(norms)
     own = (tuple(terms), missing) if samples else ()
     rows = self._rows([code, samples, detached, self.asks(), read, zlib.crc32(repr(own).encode())])
     codes, samples, cut, asking, reading, hashes = torch.stack(rows).T.tolist()
     if self.buckets: self.reach(self.buckets.wait)
-    if self.parts and square: self.reach(square.wait)
+    if self.parts and measured: self.reach(measured.wait)
     self.asked, rank = self.asked or any(asking), codes.index(max(codes))
     if max(codes) == STOP: why = self.share(why)[rank]
     if self.buckets and not (self.ordered or max(codes)) and sum(samples): self._learn_order()

@@ -66,6 +66,12 @@ def set_lr(self:DeviceDecisions, t):
 
 # %% ../../nbs/step/06_device.ipynb #f427aa8d
 @patch
+def norms(self:DeviceDecisions, grads):
+    "The norm of each gradient, on the device."
+    return torch._foreach_norm(grads, 2, torch.float64)
+
+
+@patch
 def sums(self:DeviceDecisions, out):
     "Sums over the samples, as tensors."
     return {k: v.detach().sum() for k, v in out.items()}
@@ -102,7 +108,7 @@ def _norm(self:DeviceDecisions, t, grads):
     "The norm of the gradients, of which each rank may have some alone."
     s = self.step
     if s.replicas.gathers: grads = [g for _, g in s.in_no_block()]
-    norms = [n.to(self.device) for n in torch._foreach_norm(grads, 2, torch.float64)] if grads else []
+    norms = [n.to(self.device) for n in self.norms(grads)] if grads else []
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device).double()
     return s.replicas.total(norm, t.factor)
 

@@ -82,6 +82,7 @@ class Compiler:
     ):
         self.backend, self.replay, self.graphs = backend, replay, 0
         self.names = set()  # of the functions that torch compiles with it
+        self.called = False  # whether one of them was called
 
     def __call__(self, graph, inputs):
         "Compile a graph."
@@ -165,6 +166,13 @@ def _caller(module):
     return call
 
 
+def _noting(call, compiler):
+    def noted(*args, **kw):
+        compiler.called = True
+        return call(*args, **kw)
+    return noted
+
+
 def _compile(modules, compiler):
     "Let modules be compiled when they are called; those of one form share code, and so their graphs."
     codes = {}
@@ -173,7 +181,7 @@ def _compile(modules, compiler):
         name = f"compiled_part_{next(_serial)}"
         code, around = codes.setdefault(form, (call.__code__.replace(co_name=name), dict(call.__globals__)))
         call = types.FunctionType(code, around, code.co_name, None, call.__closure__)
-        m._compiled_call_impl = torch.compile(call, backend=compiler)
+        m._compiled_call_impl = _noting(torch.compile(call, backend=compiler), compiler)
         compiler.names.add(code.co_name)
 
 # %% ../../nbs/step/07_speed.ipynb #8b5b7427

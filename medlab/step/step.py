@@ -26,7 +26,7 @@ from ..numerics.buffers import Buffers
 from ..parallel.replicas import OneProcess
 from .dropping import Dropping
 from .ema import EMA, ema_weight
-from .gradients import cause, check_losses, clip_gradients, exact_norm, no_gradient, quick_norm
+from .gradients import cause, check_losses, clip_gradients, exact_norm, no_gradient, norms_of, quick_norm
 from .gradients import without_gradient
 from .schedule import DecaySchedule, check_weight_decay, read_weight_decay, set_weight_decay
 from .transaction import Transaction, untouched
@@ -429,7 +429,8 @@ def _agree(self:Step, t):
     samples = t.samples
     if samples and not self.seen_buffers: self._refuse_statistics()
     detached = t.detached or bool(samples) and self.replicas.bare(self.params)
-    met = self.replicas.agree(FINE, samples, detached, terms=t.sums or (), read=self.decisions.overdue())
+    asked = dict(read=self.decisions.overdue(), norms=self.decisions.norms)
+    met = self.replicas.agree(FINE, samples, detached, terms=t.sums or (), **asked)
     if met.code: raise PeerFault(met.code, met.rank, met.why)
     self.decisions.told(met.read)
     t.samples, t.detached, t.phase = met.samples, met.detached, "optimizer"  # from here on others take the step
@@ -476,6 +477,12 @@ class HostDecisions:
         s.set_decay(t, s.optimizer_step)
 
 # %% ../../nbs/step/05_step.ipynb #25590a1b
+@patch
+def norms(self:HostDecisions, grads):
+    "The norm of each gradient."
+    return norms_of(grads)
+
+
 @patch
 def sums(self:HostDecisions, out):
     "Sums over the samples, as floats."

@@ -658,8 +658,10 @@ def _steps(self:Trainer):
 def _begin_alike(self:Trainer):
     "Raise `UserError` on all ranks where one begins with other weights, knobs or steps."
     own = dict(step=self.iteration, until=self.progress.target, seed=self.recipe.seed, **self.knobs.values())
+    tensors = self.model.state_dict().values()
+    size = f"{len(tensors)} tensors of {sum(t.numel() for t in tensors):,} values"
     with self.replicas.whole(): weights = digest(self.model.state_dict().values())[:12]
-    refuse_apart(self.replicas, own | dict(weights=weights))
+    refuse_apart(self.replicas, own | {"the network": size, "the SHA-256 of its weights": weights})
     self.replicas.prepare(self.step.params)
 
 # %% ../../nbs/train/10_trainer.ipynb #4dc862d1

@@ -11,7 +11,7 @@ import threading
 
 from fastcore.basics import patch
 
-from ..core import UserError
+from ..core import UserError, error_text
 from ..prove.board import Board, badge
 from ..prove.plan import Factor, Plan, refuse_plan
 from ..prove.proof import Proof
@@ -61,7 +61,7 @@ def grant(self:ProofDesk,
 
 @patch
 def _refuse(self:ProofDesk, fix, e, keep=True):
-    text = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}"
+    text = error_text(e)
     if keep: self.refused[fix] = text
     return text
 

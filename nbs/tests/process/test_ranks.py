@@ -40,7 +40,7 @@ def halved(graph, inputs):
     return lambda *args: [v / 2 for v in graph(*args)]
 
 
-COMPILED = {"as written": ("eager", "eager"), "wrong on rank 1": ("eager", halved), "memory on rank 1": ("eager", "eager")}  # by rank
+COMPILED = {"as written": ("eager", "eager"), "wrong on rank 1": ("eager", halved), "memory on rank 1": ("eager", "eager"), "nothing on rank 1": ("eager", "eager")}  # by rank
 
 
 class Held:
@@ -61,6 +61,11 @@ class MySGD(torch.optim.SGD): "Nobody knows how it steps."
 class Own(Half):
     "With an optimizer of the user's own."
     def build_optimizer(self, params, lr, **kw): return MySGD(params, lr)
+
+
+class Narrow(Half):
+    "With another network."
+    def build_model(self): return torch.nn.Linear(4, 1)
 
 
 class Scored(Half):
@@ -94,13 +99,14 @@ def rank(number, folder, parallel):
     for name, backends in COMPILED.items() if parallel != "fsdp" else ():
         plan = [faults.out_of_memory("forward", at=1)] * (number == 1 and name.startswith("memory"))
         with trainer(f"{folder}/{name}", Half(), parallel=parallel, save_every=3, clip_by_loss=True, gradient_accumulation_steps=2) as t, faults.plant(t, *plan):
+            if number == 1 and name.startswith("nothing"): t.model.forward = torch.compiler.disable(t.model.forward)
             set_compile(t.model, "model", backend=backends[number])
             t.fit(STEPS, progress=False)
             print(json.dumps(dict(name=name, weights=torch.cat([p.detach().flatten() for p in t.model.parameters()]).tolist(), taken=t.step.optimizer_step, micro=t.knobs.micro_batch, compiled=read_compile(t.model))))
     apart = {}
-    for name, path, knobs in (("path", f"{folder}/apart{number}", {}), ("knobs", f"{folder}/apart", dict(lr=1e-3 + number * 1e-4))):
+    for name, path, recipe, knobs in (("path", f"{folder}/apart{number}", Half, {}), ("knobs", f"{folder}/apart", Half, dict(lr=1e-3 + number * 1e-4)), ("network", f"{folder}/network", (Half, Narrow)[number], {})):
         try:
-            with trainer(path, Half(), gradient_accumulation_steps=2, **knobs) as t: t.fit(2, progress=False)
+            with trainer(path, recipe(), gradient_accumulation_steps=2, **knobs) as t: t.fit(2, progress=False)
         except UserError as e: apart[name] = str(e)
     for name, how, recipe in (("ways", ("ddp", parallel)[number], Half()), ("steps for all", "zero1", Own())):
         try: trainer(f"{folder}/{name}", recipe, gradient_accumulation_steps=2, parallel=how).close()
@@ -177,13 +183,14 @@ def test_a_compiled_network_is_verified_on_all_ranks(outcomes, name):
     "What a rank finds holds for all, before a weight has moved; and all try again where one has no memory for it."
     path, found, parallel = outcomes
     if parallel == "fsdp": pytest.skip("fsdp refuses to compile")
-    (a, b), right, wrong = found[name], found["no_step_taken"][0], name.startswith("wrong")
+    (a, b), right, wrong = found[name], found["no_step_taken"][0], name.startswith(("wrong", "nothing"))
     assert a == b and a["taken"] == STEPS and a["compiled"] == ("off" if wrong else "model") and a["micro"] == (2 if name.startswith("memory") else None)
     if wrong: assert a["weights"] == right["weights"], "to the bit, as nothing but the network as written has moved them"
     else: assert a["weights"] == pytest.approx(right["weights"], abs=1e-6)
     for run in (path / name, path / name / "ranks/1"):
-        told = [e for e in Run(run).events("compilation") if "as written" in e.text]
+        told = [e for e in Run(run).events("compilation") if "compiled" in e.text and "so far" not in e.text]
         assert [e.level for e in told] == ["error" if wrong else "info"] and ("was taken back" if wrong else "agree to") in told[0].text, told
+        assert ("compiled on rank 1, and other ranks compiled it" in told[0].text) == name.startswith("nothing")
     assert len(events(path / name, "revert")) == len(events(path / name / "ranks/1", "revert")) == wrong, "each for itself, and not again as what rank 1 says"
 
 
@@ -222,6 +229,7 @@ def test_a_rank_that_waits_says_so(outcomes):
 def test_ranks_that_would_part_are_refused(outcomes):
     for told in outcomes[1]["apart"]:
         assert "rank 1 does not begin as rank 0 does" in told["path"] and "apart1' and" in told["path"] and "lr is 0.0011 and 0.001 on rank 0" in told["knobs"]
+        assert "the network is '2 tensors of 5 values' and '4 tensors of 49 values' on rank 0" in told["network"]
         assert "MySGD may look at all of them: take an optimizer of torch.optim" in told["steps for all"]
         if outcomes[2] != "ddp": assert f"parallel is '{outcomes[2]}' and 'ddp' on rank 0" in told["ways"]
         else: assert "ways" not in told
