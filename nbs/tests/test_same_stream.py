@@ -111,7 +111,7 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False, parallel="d
     if plan == "much": knobs = knobs | dict(case_budget=1, save_every=5)
     if plan == "device": knobs = knobs | dict(log_every=4)
     if plan == "late": knobs = knobs | dict(save_every=5)
-    if plan in LIMITS and name in OWN: knobs = knobs | {"pieces": dict(gradient_accumulation_steps=2), "plain": dict(lr=0.1)}.get(plan, {})
+    if plan in LIMITS and name in OWN: knobs = knobs | {"pieces": dict(gradient_accumulation_steps=2), "plain": dict(lr=1e-2)}.get(plan, {})
     strategy = mock.patch.object(trainer, "decisions_for", lambda optimizer: DeviceDecisions) if plan == "device" else contextlib.nullcontext()
     if plan == "late" and rank == min(1, ranks - 1): strategy = mock.patch.object(step_module, "clip_gradients", fails_at(18, step_module.clip_gradients))
     fields = dict(statistics=dict(norm=True), much=dict(torn=True)).get(plan, {})
