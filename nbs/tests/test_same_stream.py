@@ -69,8 +69,8 @@ def in_double(model):
 
 OWN = "fast_ddpm", "restoration", "segmentation", "slice_interpolation", "vjepa3d"
 PLANS = "", "much", "device", "late"
-LIMITS = {"": 1e-9, "pieces": 0.0, "plain": 1e-6}  # how a recipe of medlab trains → how far weights may be apart: in float64; in float32 where a rank makes one micro-batch, so that two add up in one order; in float32 without Adam
-LONG = bool(os.environ.get("MEDLAB_LONG"))  # then recipes of medlab divide their moments, too, and train without Adam, and runs go on as they were begun
+LIMITS = {"": 1e-9, "pieces": 0.0, "plain": 1e-6}  # how a recipe of medlab trains → how far weights may be apart: in float64; in float32 where a rank makes one micro-batch, so that two add up in one order; in float32 with SGD
+LONG = bool(os.environ.get("MEDLAB_LONG"))  # then recipes of medlab divide their moments, too, and train with SGD, and runs go on as they were begun
 JOBS = [(name, plan, parallel) for parallel in ("ddp", "zero1", "fsdp")
     for name, plan in (*(("noisy", plan) for plan in PLANS if LONG or parallel != "zero1" or plan in ("much", "late")),
         *((name, plan) for name in OWN for plan in LIMITS if LONG or parallel != "zero1" and plan != "plain"))]
@@ -111,7 +111,7 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False, parallel="d
     if plan == "much": knobs = knobs | dict(case_budget=1, save_every=5)
     if plan == "device": knobs = knobs | dict(log_every=4)
     if plan == "late": knobs = knobs | dict(save_every=5)
-    if plan in LIMITS and name in OWN: knobs = knobs | {"pieces": dict(gradient_accumulation_steps=2), "plain": dict(lr=1e-2)}.get(plan, {})
+    if plan in LIMITS and name in OWN: knobs = knobs | {"pieces": dict(gradient_accumulation_steps=2), "plain": dict(lr=1e-3 if name == "segmentation" else 1e-2)}.get(plan, {})
     strategy = mock.patch.object(trainer, "decisions_for", lambda optimizer: DeviceDecisions) if plan == "device" else contextlib.nullcontext()
     if plan == "late" and rank == min(1, ranks - 1): strategy = mock.patch.object(step_module, "clip_gradients", fails_at(18, step_module.clip_gradients))
     fields = dict(statistics=dict(norm=True), much=dict(torn=True)).get(plan, {})
@@ -194,7 +194,8 @@ def test_one_two_and_four_ranks_make_the_same_run(two, four, alone, name, plan, 
     steps, limit = (FEW, LIMITS[plan]) if name in OWN else (STEPS, 1e-6)
     one = alone(name, "" if plan == "late" else plan, steps)  # alone it is made again in smaller parts, with other dropout
     skips, back = plan in ("much", "device"), dict(much=20, late=15).get(plan)
-    assert one["moved"] > 1e-3
+    if plan == "plain": limit = min(limit, 1e-3 * one["moved"])  # plain steps are short
+    else: assert one["moved"] > 1e-3
     for outs in (two, four[1])[:1 if plan == "pieces" else 2]:
         many = [out[name, plan, parallel] for out in outs]
         same_samples(one, many)
