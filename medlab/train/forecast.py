@@ -22,6 +22,7 @@ from fastcore.basics import patch
 from ..batches.loader import BatchLoader
 from ..batches.quarantine import Quarantine
 from ..core import UnknownName, UserError
+from ..data.cache import ByteCache
 from ..memory.forecast import Forecast, Ledger, WithoutMemory, forecast, size_in_words
 from ..memory.sizes import LargestPatch, largest_patch, line_meets, resized
 from ..memory.timeline import Timeline, memory_timeline
@@ -306,6 +307,14 @@ class _Counted:
         if "size" in batch: batch = recipe.prepare(batch | dict(size=[size] * len(batch["size"])), recipe.seed, 1)
         return _Counted(recipe, batch, self.device, self.say, f", a patch of {' × '.join(map(str, size))}")
 
+    def kept(self, n):
+        "The same for micro-batches of n samples, without any data."
+        recipe = copy.copy(self.recipe)
+        caches = {k: v for k, v in vars(recipe).items() if isinstance(v, ByteCache)}
+        vars(recipe).update({k: copy.copy(v) for k, v in caches.items()})  # empty ones
+        recipe.knobs = self.recipe.knobs
+        return _Counted(recipe, of_samples(self.batch, n), self.device, self.say)
+
     @cached_property
     def model(self):
         "The network, without memory."
@@ -429,7 +438,8 @@ def _forecast_made(count, ranks, fixes, **fields):
     ranks = count.on(ranks)
     how = f"{now[0]}, activations {'recomputed' if now[1] else 'kept'}"
     out = RunForecast(recipe.name, n, how, count(n, *now), ranks, device, **fields)
-    out.recount = lambda title: count(n, *now, memory_timeline, title=title)
+    again = count.kept(n)
+    out.recount = lambda title: again(n, *now, memory_timeline, title=title)
     if not fixes: return out
     out.fixes = _fix_table(count, ranks, n, now)
     if not ranks.divided:

@@ -1,4 +1,5 @@
 "What a step is forecast to take, beside what torch's allocator and the system saw of it in a process of its own."
+import gc
 import json
 import os
 import subprocess
@@ -122,6 +123,18 @@ def step(request, tmp_path_factory):
     cls = getattr(recipes, request.param)
     made, batch = _set_up(cls(**cls.tiny), {}, tmp_path_factory.mktemp("latents"))
     return _Counted(made, batch, "cpu"), made.knobs.micro_batch or made.batch_size
+
+
+@pytest.mark.parametrize("name", ["FastDDPM", "Restoration", "Segmentation", "SliceInterpolation", "VJEPA3D"])
+def test_a_forecast_keeps_no_data(name):
+    "As long as it is there: it can make its timeline, and holds neither micro-batch nor cases."
+    cls = getattr(recipes, name)
+    images = lambda: {id(o) for o in gc.get_objects() if type(o) is torch.Tensor and o.device.type == "cpu" and o.dim() > 2 and o.shape[-2:] == tuple(recipe.image_size)[-2:]}
+    recipe = cls(**cls.tiny)
+    before = [gc.collect(), images()][1]
+    made = forecast_recipe(recipe, device="cpu", fixes=False)
+    gc.collect()
+    assert not images() - before and made.least > 0 and made.recount("again")
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
