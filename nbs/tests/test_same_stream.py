@@ -71,7 +71,8 @@ def in_double(model):
 
 
 OWN = "fast_ddpm", "restoration", "segmentation", "slice_interpolation", "vjepa3d"
-PLANS = "", "much", "device", "late"
+PLANS = "", "much", "device", "half", "late"
+ON_DEVICE = "device", "half"  # plans under which the device decides; half is fp16, whose loss scale seeks its level
 LIMITS = {"": 1e-9, "pieces": 0.0, "plain": 1e-6}  # how a recipe of medlab trains → how far weights may be apart: in float64; in float32 where a rank makes one micro-batch, so that two add up in one order; in float32 with SGD
 LONG = bool(os.environ.get("MEDLAB_LONG"))  # then recipes of medlab divide their moments, too, and train with SGD, and runs go on as they were begun
 JOBS = [(name, plan, parallel) for parallel in ("ddp", "zero1", "fsdp")
@@ -88,12 +89,12 @@ class Seen:
 
 def plans(t, plan, rank, ranks):
     "What is planted, and what is asked for, on this rank: much is a bad gradient, memory that runs out twice, a torn scan and another learning rate."
-    if plan not in ("much", "device"): return []
+    if plan not in ("much", *ON_DEVICE): return []
     t.set(at=11, lr=3e-4)
     here = lambda r: ranks == 1 or rank == r % ranks
     weight = next(n for n, p in t.model.named_parameters() if p.requires_grad)
     bad = [faults.gradient(weight, at=9)] * here(1)
-    if plan == "device": return bad
+    if plan in ON_DEVICE: return bad
     return bad + [faults.out_of_memory("backward", at=14)] * here(2) + [faults.out_of_memory("optimizer", at=22)] * here(0)
 
 
@@ -112,10 +113,10 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False, parallel="d
     "Train to a step; what it came to."
     knobs = {} if resume else COMMON | dict(gradient_accumulation_steps=1) if plan == "few" else COMMON
     if plan == "much": knobs = knobs | dict(case_budget=1, save_every=5)
-    if plan == "device": knobs = knobs | dict(log_every=4)
+    if plan in ON_DEVICE: knobs = knobs | dict(log_every=4, precision="fp16" if plan == "half" else "fp32")
     if plan == "late": knobs = knobs | dict(save_every=5)
     if plan in LIMITS and name in OWN: knobs = knobs | {"pieces": dict(gradient_accumulation_steps=2), "plain": dict(lr=1e-3 if name == "segmentation" else 1e-2)}.get(plan, {})
-    strategy = mock.patch.object(trainer, "decisions_for", lambda optimizer: DeviceDecisions) if plan == "device" else contextlib.nullcontext()
+    strategy = mock.patch.object(trainer, "decisions_for", lambda optimizer: DeviceDecisions) if plan in ON_DEVICE else contextlib.nullcontext()
     if plan == "late" and rank == min(1, ranks - 1): strategy = mock.patch.object(step_module, "clip_gradients", fails_at(18, step_module.clip_gradients))
     fields = dict(statistics=dict(norm=True), much=dict(torn=True)).get(plan, {})
     with strategy, Trainer(recipe(name, plan, **fields), path, resume=resume, device="cpu", threads=1, parallel=parallel, **knobs) as t:
@@ -127,7 +128,7 @@ def train(path, name, until, plan="", ranks=1, rank=0, resume=False, parallel="d
         average = None if rank else newest_state(path)[0]["step"]["ema"]
         return dict(weights=weights, moved=apart(weights, begun), average=average, cases=seen.cases, taken=t.step.optimizer_step, lr=t.last["lr"], terms={k: v for k, v in t.last.items() if k in t.step.term_names},
             moments={i: float(v["exp_avg"].abs().sum()) for i, v in t.optimizer.state_dict()["state"].items() if "exp_avg" in v},
-            out=sorted(t.quarantine.samples.out), micro=t.knobs.micro_batch, back=[e.text for e in t.run.events("restore")])
+            out=sorted(t.quarantine.samples.out), micro=t.knobs.micro_batch, skips=[e.step for e in t.run.events("skip")], back=[e.text for e in t.run.events("restore")])
 
 
 def jobs(folder, rank, ranks):
@@ -196,15 +197,16 @@ def alone(tmp_path_factory):
 def test_one_two_and_four_ranks_make_the_same_run(two, four, alone, name, plan, parallel):
     steps, limit = length(name, plan), LIMITS[plan] if name in OWN else 1e-6
     one = alone(name, "" if plan == "late" else plan, steps)  # alone it is made again in smaller parts, with other dropout
-    skips, back = plan in ("much", "device"), dict(much=20, late=15).get(plan)
-    assert one["moved"] > 1e-6
+    planted, back = plan in ("much", *ON_DEVICE), dict(much=20, late=15).get(plan)
+    assert one["moved"] > 1e-6 and [s for s in one["skips"] if s == 9 or plan != "half"] == [9] * planted and (len(one["skips"]) > 1) == (plan == "half")
     if plan == "plain": limit = min(limit, 1e-3 * one["moved"])  # such steps are short
     for outs in (two, four[1])[:1 if plan == "pieces" else 2]:
         many = [out[name, plan, parallel] for out in outs]
         same_samples(one, many)
         assert all(apart(many[0]["weights"], out["weights"]) == 0 for out in many), "to the bit among the ranks"
-        assert all(out["taken"] == one["taken"] for out in many) and one["taken"] == steps - skips
-        assert all(out["lr"] == one["lr"] for out in many) and (one["lr"] == pytest.approx(3e-4) or not skips)
+        assert all(out["taken"] == one["taken"] for out in many) and one["taken"] == steps - len(one["skips"])
+        assert all(out["skips"] == one["skips"] for out in many), "one in the log for each step that was skipped"
+        assert all(out["lr"] == one["lr"] for out in many) and (one["lr"] == pytest.approx(3e-4) or not planted)
         assert all(out["out"] == one["out"] == [15] * (plan == "much") for out in many) and all(out["micro"] == one["micro"] == (1 if plan == "much" else None) for out in many)
         assert [len(out["back"]) for out in many] == [back is not None] * len(many) and all(f"checkpoint of step {back}" in text for out in [one, *many] for text in out["back"])
         kept = [{*out["moments"]} for out in many]
