@@ -17,7 +17,8 @@ from ..run.directory import Run
 from ..run.records import read_events, segments_of, void_after
 
 # %% ../../nbs/culprit/01_mark.ipynb #af183de3
-KINDS = ("bad_sample", "drop", "nonfinite_loss", "diagnosis", "skip", "skip_cause", "quarantine")  # of events that name cases
+# of events that name cases
+KINDS = ("bad_sample", "drop", "nonfinite_loss", "diagnosis", "skip", "skip_cause", "quarantine")
 
 
 def _texts(values): return tuple(v for v in values if isinstance(v, str)) if isinstance(values, (list, tuple)) else ()
