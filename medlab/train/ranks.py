@@ -134,8 +134,9 @@ def _kind_of(self:Together, e):
     "The kind under which another rank's event is written; None: rank 0 knows it."
     if (e.step, e.kind, e.text) in self.known: return None
     if e.kind != SKIP: return e.kind
-    told = [(kind, text) for step, kind, text in self.known if step == e.step and kind in (SKIP, WHY)][-1:]
-    return WHY if told and told[0][0] == SKIP and ELSEWHERE in told[0][1] else None if told else SKIP
+    told = [text for step, kind, text in self.known if step == e.step and kind in (SKIP, WHY)]
+    if not told: return SKIP
+    return WHY if ELSEWHERE in told[-1] else None
 
 
 @patch
