@@ -124,6 +124,7 @@ def launch(
     words,  # after `python`, such as ["-m", "medlab", "train", "segmentation", "--run", "runs/a"]
     processes:int,  # on this machine, ≥ 2
     restarts:int=0,  # how often all of them are started anew where one fails, ≥ 0
+    cut=lambda number: None,  # called with the signal that ended the process which failed first, or else rank 0
 ) -> int:  # exit status: 0, that of the process which failed first, or 1 where a signal ended it; 130: interrupted
     "Run Python in several processes of this machine, by torchrun's launcher."
     from torch.distributed import run
@@ -136,6 +137,9 @@ def launch(
     with tempfile.TemporaryDirectory() as args.log_dir:  # torchrun's own would stay behind
         config, _, _ = run.config_from_args(args)
         try: elastic_launch(config, sys.executable)("-u", *words)
-        except ChildFailedError as e: return max(1, e.get_first_failure()[1].exitcode)
+        except ChildFailedError as e:
+            first, told = e.get_first_failure()[1].exitcode, e.failures.get(0)
+            if (code := first if first < 0 or not told else told.exitcode) < 0: cut(-code)
+            return max(1, first)
         except SignalException: return 130  # it was passed on, and the ranks have ended
     return 0

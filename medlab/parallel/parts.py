@@ -46,9 +46,8 @@ def lay(self:Parts,
         if self.units: self.units.close()
         self.group.divide(params)
         self._refuse_idle(params)
-        reach = self.group.reach
-        send = lambda flat, rank: reach(lambda: dist.broadcast(flat, rank, async_op=True))
-        reduce = lambda flat, rank: reach(lambda: dist.reduce(flat, rank, async_op=True))
+        send = lambda flat, rank: self.group.begun(dist.broadcast, flat, rank)
+        reduce = lambda flat, rank: self.group.begun(dist.reduce, flat, rank)
         self.units = Units(blocks_of(self.model), self.group.shards, send, reduce)
         self.every = params
         self._sort_out()
@@ -139,7 +138,7 @@ def begin_norms(self:Parts,
     measure = measure or (lambda grads: torch._foreach_norm(grads, 2, torch.float64))
     found = dict(zip(own, measure([*own.values()]) if own else ()))
     self.norms = torch.stack([found.get(p, zero).double() for p in self.units.params])
-    return self.group.reach(lambda: dist.all_reduce(self.norms, async_op=True))
+    return self.group.begun(dist.all_reduce, self.norms)
 
 
 @patch

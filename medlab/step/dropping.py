@@ -13,7 +13,7 @@ import torch
 from fastcore.basics import patch
 
 from ..contracts.batch import Batch
-from ..core import UserError, add_note, place_of
+from ..core import RunFailed, UserError, add_note, place_of
 from ..memory.oom import is_oom
 from .gradients import blame, guilty
 from .transaction import Transaction
@@ -140,9 +140,9 @@ def name_cases(self:Dropping,
     batch:Batch,
     error:Exception,  # of its forward pass
 ):
-    """Add to an error which samples of the micro-batch it is of; nothing to want of memory, to a `UserError`, and to
-    that of a lost GPU, which is of an earlier batch."""
-    if is_oom(error) or is_lost(error) or isinstance(error, UserError): return
+    """Add to an error which samples of the micro-batch it is of; nothing to want of memory, to a `UserError`, to that
+    of a lost GPU, which is of an earlier batch, and to that of a lost rank."""
+    if is_oom(error) or is_lost(error) or isinstance(error, (UserError, RunFailed)): return
     if who := self._who(iteration, i, batch, error): add_note(error, f"step {iteration}: {who}")
 
 # %% ../../nbs/step/04_dropping.ipynb #12431a1a
