@@ -237,7 +237,7 @@ def _source_line(recipe):
 
 # %% ../../nbs/cli/08_main.ipynb #f4a6f611
 def _train_job(job, rest, knobs, device):
-    "Train; exit status."
+    "Train; exit status: 1 also where what was learned did not reach the mirror."
     print_text(_source_line(job.recipe), flush=True)
     from medlab.cli.mirror import asked_mirror
     from medlab.train.trainer import Trainer
@@ -248,7 +248,8 @@ def _train_job(job, rest, knobs, device):
             **{} if job.taken_up else knobs)
     with trainer:
         if [*job.launchers] != trainer.run.meta.get("launchers", []): trainer.writer.set_meta(launchers=job.launchers)
-        return _fit(trainer, job.target)
+        status = _fit(trainer, job.target)
+    return status or int(bool(trainer.mirror and trainer.mirror.behind))  # told once the trainer is closed
 
 # %% ../../nbs/cli/08_main.ipynb #8897cd6e
 def train(
@@ -624,7 +625,7 @@ def _own_words(names, argv):
 
 def forecast(
     argv,  # RECIPE and options
-) -> int:  # exit status
+) -> int:  # exit status; 1: it does not fit
     "Say whether training would fit into memory, on each rank, before it is begun: forecast RECIPE --memory 80GB."
     from medlab.cli.forecast import OWN, USAGE, forecast_in_words, timeline_in_words
     words, argv = _own_words(OWN, argv)
@@ -638,7 +639,7 @@ def forecast(
     made = forecast_in_words(new_job(recipe_class(name), fields, rest).recipe, words, rest.get("device"), **knobs)
     print_text(made)
     if words.get("timeline"): print_text(timeline_in_words(made, words["timeline"]))
-    return 0
+    return int(made.fits is False)
 
 # %% ../../nbs/cli/08_main.ipynb #589b28b8
 def deploy(
@@ -901,14 +902,16 @@ def _status_of(error):
         if not isinstance(error, Interrupted):
             print_text(f"medlab: {_noted(error) if mistake else 'interrupted'}", file=sys.stderr)
         return 2 if mistake else 130
-    from medlab.core import RunFailed, own_line, shortened
+    from medlab.core import RunFailed, own_line, shortened, with_own_line
     from medlab.run.checkpoint import NotSaved
     if isinstance(error, RunFailed): print_text(f"medlab: the run failed: {_noted(error)}", file=sys.stderr)
     elif isinstance(error, NotSaved): print_text(f"medlab: {error.strerror or error}", file=sys.stderr)
     else:
-        if own_line(error) in getattr(error, "__notes__", ()):
-            print_text("medlab: an error of the recipe's own code; the last event 'error' of the run has every frame",
-                file=sys.stderr)
+        recorded = (line := own_line(error)) in getattr(error, "__notes__", ())
+        if line:
+            with_own_line(error)
+            rest = "; the last event 'error' of the run has every frame" if recorded else ""
+            print_text(f"medlab: an error of the recipe's own code{rest}", file=sys.stderr)
         traceback.print_exception(shortened(error))
     return 1
 

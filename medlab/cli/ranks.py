@@ -8,10 +8,12 @@ __all__ = ['processes', 'start_ranks', 'is_ours', 'taken_up', 'as_rank']
 # %% ../../nbs/cli/14_ranks.ipynb #efb7753c
 import contextlib
 import os
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ..core import RunFailed, UserError
+from ..core import RunFailed, UserError, add_note, print_text
 from ..parallel.launch import PATIENCE, joined, launch, launched, launcher_here, rank_here
 from ..parallel.replicas import check_parallel, replicas_here
 from ..run.directory import Run, is_empty_run
@@ -42,8 +44,20 @@ def start_ranks(
     "Train in several processes of this machine."
     if not (rest.get("run") or rest["resume"]): argv = [*argv, "--run", str(run)]
     words = ["-m", "medlab", "train", *([name] if name else []), *argv]
-    status = launch(words, rest["processes"], rest["restarts"] or 0)
+    cut = lambda number: print_text(f"medlab: {_ended(run, number)}", file=sys.stderr)
+    status = launch(words, rest["processes"], rest["restarts"] or 0, cut)
     return 130 if not status and Run(run).state != "done" else status
+
+
+def _ended(run, number):
+    "What became of a run of which a signal ended a rank: the others are ended too, perhaps before they can tell."
+    why = f"a rank was ended by {signal.Signals(number).name}"
+    if number == signal.SIGKILL: why += ", as the system does where memory runs out"
+    if not (Path(run) / "run.db").exists(): return why
+    found = Run(run)
+    told, kept = [e.text for e in found.events("error")][-1:], found.checkpoints()
+    saved = f"is saved as of step {kept[-1]['step']} of {found.step}" if kept else "has no checkpoint"
+    return "\n".join([why, *told, f"the run {saved}; medlab train --resume {run} goes on with it"])
 
 # %% ../../nbs/cli/14_ranks.ipynb #40440628
 def is_ours(
@@ -87,4 +101,8 @@ def as_rank(
         except (UserError, RunFailed) as e:
             if not rank or 0 in getattr(e, "silent", ()): raise  # who should tell it does not
             return _status_of(e)
+        except Exception as e:
+            if getattr(e, "told_elsewhere", False): return _status_of(e)
+            if rank: add_note(e, f"on rank {rank}")
+            raise
     return 0 if status == 130 else status

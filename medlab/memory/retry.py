@@ -6,8 +6,6 @@
 __all__ = ['RATES', 'HALF_DONE', 'SPARED', 'MicroBatchSize', 'differs', 'MustGoBack', 'OOMRetry']
 
 # %% ../../nbs/memory/02_retry.ipynb #d28d1562
-import contextlib
-
 from fastcore.basics import patch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -236,11 +234,13 @@ def _diagnosis(self:OOMRetry, iteration, shortage, largest, most):
 @patch
 def leave(self:OOMRetry,
     why:str="",  # what ended it
-):
+) -> bool:  # whether a rank before this one says the very same
     "Training ends here before the others expect it: tell them, once."
-    if self.step.replicas.size == 1 or self.parted: return
+    if self.step.replicas.size == 1 or self.parted: return False
     self.parted = True
-    with contextlib.suppress(RuntimeError): self.step.replicas.agree(STOP, why=why)  # who is gone needs no word
+    try: met = self.step.replicas.agree(STOP, why=why)
+    except RuntimeError: return False  # who is gone needs no word
+    return met.rank < self.step.replicas.rank and met.why == why
 
 # %% ../../nbs/memory/02_retry.ipynb #55f4ffda
 @patch

@@ -102,6 +102,7 @@ class Mirror:
         self.written, self.done = 0, 0  # states that were asked for, and that arrived
         self.saved, self.there = 0, 0  # checkpoints that were written, and that arrived or were overtaken
         self.refused, self.last = "", None  # why it stopped; the newest state that arrived
+        self.behind = False  # whether the last state did not arrive in time
 
 # %% ../../nbs/mirror/05_mirror.ipynb #2da7d599
 @patch
@@ -271,6 +272,7 @@ def _wait_longer(self:Mirror, here):
 @patch
 def _late(self:Mirror):
     "Say that the last state is not there."
+    self.behind = True
     holds = f"the mirror holds step {self.last.step}" if self.last else "the mirror holds nothing of this process"
     why = "; ".join(sorted(self.teller.reasons)) or "it takes longer"
     text = f"the last state did not reach the mirror {self.place} within {self.wait:g} s ({why}); {holds}"

@@ -235,6 +235,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(["train", "restoration", "--debug", "--run", "other", "--mirror", "s3://me:secret@bucket/run"]) == 2
     err = capsys.readouterr().err
     assert "holds a password" in err and "secret" not in err and not Path("other").exists()
+    def away(sender): raise OSError("the place is away")
+    monkeypatch.setattr(Sender, "push", away)
+    assert main(["train", "restoration", "--debug", "--steps", "2", "--run", "third", "--mirror", "third mirror", "--mirror-wait", "1", *few]) == 1
+    assert Run("third").state == "done" and "did not reach the mirror" in capsys.readouterr().err, "a job whose disk goes away with it has not done its work"
 
 
 def test_a_process_of_its_own_goes_on_with_the_mirror(tmp_path, monkeypatch):

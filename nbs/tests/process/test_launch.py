@@ -145,9 +145,48 @@ def ended_as_whole(made, folder):
     return run
 
 
-def test_a_rank_that_hangs_is_named_and_all_go_on(tmp_path):
+def test_what_a_killed_rank_leaves_is_told_in_the_terminal(tmp_path):
+    "Torch ends rank 0 before it can; with DDP it has saved what all have."
+    made = started([*HALF[:-2], "--save-every", "50"], tmp_path)
+    until(lambda: (r := seen(tmp_path / "two")) and r.step > 6, made)
+    rank_process(made, 1).kill()
+    told, run = made.communicate(timeout=120)[1], Run(tmp_path / "two")
+    assert made.returncode == 1 and "medlab: a rank was ended by SIGKILL" in told and "since rank 1 ended or hangs" in told, told
+    assert f"the run is saved as of step {run.step} of {run.step}; medlab train --resume two goes on with it" in told and "Traceback" not in told, told
+
+
+OWN = """
+import os
+from toys import Half
+class Mistaken(Half):
+    def losses(self, model, batch):
+        self.passes = getattr(self, "passes", 0) + 1
+        if self.passes > 7 and os.environ["RANK"] in os.environ["BAD"]: raise KeyError("label")
+        return super().losses(model, batch)
+class Unread(Half):
+    def dataset(self):
+        if os.environ["RANK"] in os.environ["BAD"]: raise FileNotFoundError("list.csv")
+        return super().dataset()
+"""
+
+
+@pytest.mark.parametrize("name,why,bad", [("Mistaken", "KeyError: 'label'", "01"), ("Mistaken", "KeyError: 'label'", "1"), ("Unread", "FileNotFoundError: list.csv", "01"),
+    ("Unread", "FileNotFoundError: list.csv", "1")])
+def test_a_mistake_in_the_recipe_is_shown_once_with_its_line_and_its_rank(tmp_path, monkeypatch, name, why, bad):
+    "And no step that was made before is lost."
+    (tmp_path / "of_ranks.py").write_text(OWN)
+    monkeypatch.setitem(ENV, "BAD", bad)
+    monkeypatch.setitem(ENV, "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), ENV.get("PYTHONPATH", "")]))
+    told = subprocess.run([*HALF[:6], f"of_ranks.py:{name}", *HALF[7:-2]], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=200).stderr
+    assert told.count("Traceback") == told.count(f"of_ranks.py, line {7 if name == 'Mistaken' else 11}, in ") == 1 and told.count(why) == (1 if bad == "01" else 2), told
+    assert ("on rank 1" in told) == (bad == "1") and "replicas.py" not in told and len(told.splitlines()) < 16, told
+    if name == "Mistaken": assert "the run is saved as of step 7" in told and [c["step"] for c in Run(tmp_path / "two").checkpoints()] == [5, 7], told
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_rank_that_hangs_is_named_and_all_go_on(tmp_path, way):
     "30 s of it are those in which torchrun asks the one that hangs to end."
-    made = started([*HALF, "--rank-wait", "10"], tmp_path)
+    made = started([*HALF, "--rank-wait", "10", "--parallel", way], tmp_path)
     until(lambda: (r := seen(tmp_path / "two")) and r.step > 6, made)
     rank_process(made, 1).send_signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -155,6 +194,7 @@ def test_a_rank_that_hangs_is_named_and_all_go_on(tmp_path):
     until(lambda: run.events("error"), made)
     print("it is told after", time.monotonic() - began, "s:", run.events("error")[-1].text)
     assert time.monotonic() - began < 60 and "since rank 1 ended or hangs" in run.events("error")[-1].text
+    assert run.events("error")[-1].data.get("rank") is None and "--rank-wait of medlab train" in run.events("error")[-1].text
     ended_as_whole(made, tmp_path)
 
 
