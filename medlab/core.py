@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MANY', 'visible', 'print_text', 'printable', 'UserError', 'error_text', 'for_spreadsheet', 'UnknownName', 'RunFailed',
            'nearest', 'own_line', 'place_of', 'add_note', 'with_own_line', 'shortened', 'CaseFault', 'derive_seed',
-           'generator', 'seeded', 'kept_tensors', 'optional', 'why_unwritable', 'line_of', 'at_line', 'places_of',
-           'command_words', 'strict', 'explained']
+           'generator', 'seeded', 'seed_globals', 'kept_tensors', 'optional', 'why_unwritable', 'line_of', 'at_line',
+           'places_of', 'command_words', 'strict', 'explained']
 
 # %% ../nbs/00_core.ipynb #c34a6728
 import ast
@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import inspect
 import os
+import random
 import re
 import shlex
 import tempfile
@@ -244,6 +245,20 @@ def seeded(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def seed_globals(
+    seed:int,  # ≥ 0
+    device=None,  # `torch.device` whose generator is seeded too; None: those of the CPU alone
+):
+    "Let the global generators of Python, NumPy and torch begin with a seed."
+    import numpy as np
+    import torch
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 # %% ../nbs/00_core.ipynb #48a91688
 def kept_tensors(

@@ -19,7 +19,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from ..core import RunFailed, UserError, at_line, own_line, places_of
+from ..core import RunFailed, UserError, at_line, own_line, places_of, seed_globals
 
 # %% ../../nbs/batches/01_loading.ipynb #44d92b54
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ def seeded_with(
 ):
     "Let everything that is drawn from the global generators on the CPU be drawn from a seed; put them back afterwards."
     held = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+    seed_globals(seed)
     try: yield
     finally:
         random.setstate(held[0])

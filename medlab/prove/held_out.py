@@ -14,7 +14,7 @@ import torch
 
 from ..batches.loading import Guarded, collate
 from ..contracts.batch import Batch
-from ..core import UserError, derive_seed
+from ..core import UserError, derive_seed, seed_globals
 from ..numerics.buffers import Buffers
 from ..step.step import Step
 
@@ -149,8 +149,7 @@ def mean_losses(
     with torch.random.fork_rng(devices=[]), knobs_as(held.recipe, values, step.model), _asked(step):
         for i, b in enumerate(held.batches):
             batch = Batch.of(held.recipe.prepare(_on(step.device, b.samples), seed + i, held.at))
-            torch.default_generator.manual_seed(seed + i)
-            if step.device.type == "cuda": torch.cuda.default_generators[step.device.index or 0].manual_seed(seed + i)
+            seed_globals(seed + i, step.device)
             for k, v in step.losses(step.model, batch).items(): sums[k] = sums.get(k, 0.0) + float(v.double().sum())
             n += batch.size
     return {k: v / n for k, v in sums.items()}

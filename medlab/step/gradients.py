@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LEVELS', 'ELSEWHERE', 'LOWEST', 'norms_of', 'quick_norm', 'exact_norm', 'clip_limit', 'clip_gradients',
-           'check_losses', 'cause', 'guilty', 'blame', 'describe_groups', 'no_gradient', 'without_gradient']
+           'check_losses', 'cause', 'guilty', 'blame', 'describe_groups', 'no_gradient', 'without_gradient',
+           'refuse_new']
 
 # %% ../../nbs/step/02_gradients.ipynb #89a68396
 import math
@@ -168,3 +169,14 @@ def without_gradient(
     if not without: return None
     if len(without) == len(named): raise UserError(no_gradient(optimizer))
     return f"{len(without)} parameters received no gradient: {', '.join(without[:8])}{' …' if len(without) > 8 else ''}"
+
+
+def refuse_new(
+    model:torch.nn.Module,  # after a forward pass
+    held:set,  # its parameters when the optimizer was made
+):
+    "Raise `UserError` where a forward pass made parameters, which nothing trains and no checkpoint can be loaded into."
+    if not (new := [n for n, p in model.named_parameters() if p not in held]): return
+    raise UserError(f"{len(new)} parameters are new since the optimizer was made ({', '.join(new[:8])}"
+        f"{' …' * (len(new) > 8)}): the forward pass made them, so nothing would train them, and the run could not be "
+        "gone on with; make every layer in __init__, or in build_model()")

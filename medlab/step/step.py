@@ -20,14 +20,14 @@ from ..contracts.replicas import FINE, PeerFault
 from ..contracts.result import Notice, StepResult
 from ..contracts.state import KnobBinding
 from ..contracts.system import System
-from ..core import UserError, derive_seed
+from ..core import UserError, derive_seed, seed_globals
 from ..knobs.knobs import Knobs
 from ..numerics.buffers import Buffers
 from ..parallel.replicas import OneProcess
 from .dropping import Dropping
 from .ema import EMA, ema_weight
 from .gradients import cause, check_losses, clip_gradients, exact_norm, no_gradient, norms_of, quick_norm
-from .gradients import without_gradient
+from .gradients import refuse_new, without_gradient
 from .schedule import DecaySchedule, check_weight_decay, read_weight_decay, set_weight_decay
 from .transaction import Transaction, untouched
 
@@ -85,7 +85,7 @@ class Step:
 def watch(self:Step):
     "Look at the network as it is now: its trained parameters, and its buffers."
     self.named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-    self.params = [p for _, p in self.named]
+    self.params, self.held = [p for _, p in self.named], {*self.model.parameters()}
     self.buffers, self.micro_buffers = Buffers(self.model), Buffers(self.model)
     self.share, self.probing, self.observed = None, False, None
     self.given_lr = None  # learning rate that the optimizer was given last
@@ -142,13 +142,13 @@ def forward(self:Step,
 ) -> dict:  # name → tensor (b,)
     "The losses of a micro-batch in float32, with the random numbers of that step and micro-batch."
     number = getattr(batch, "number", None)  # None also of a dictionary
-    seed = self.seed_base + iteration * 4096 + (i if number is None else number)
-    torch.default_generator.manual_seed(seed)
-    if self.device.type == "cuda": torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+    seed_globals(self.seed_base + iteration * 4096 + (i if number is None else number), self.device)
     with autocast(precision or self.knobs.now.precision, self.device):
         if self.probing: self.observed = precision_of(self.device)
         out = self.losses(self.model, batch)
-    if not self.audited: check_losses(out, batch.size)
+    if not self.audited:
+        check_losses(out, batch.size)
+        refuse_new(self.model, self.held)
     return {k: v.float() for k, v in out.items()}
 
 # %% ../../nbs/step/05_step.ipynb #235099a7

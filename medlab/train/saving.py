@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..core import UserError
+from ..core import UserError, add_note
 from ..knobs.describe import describe
 from ..memory.usage import host_free
 from ..numerics.finite import is_finite
 from ..run.background import Background, host_copy, state_bytes
 from ..run.checkpoint import CheckpointManager, NotSaved, read_state
 from ..run.older_names import current
+from ..step.dropping import is_lost
 from .progress import EventPrinter
 from .state import RunState, environment, upgraded
 
@@ -268,9 +269,27 @@ def save_end(self:Saver,
 
 # %% ../../nbs/train/07_saving.ipynb #234d9f7d
 @patch
-def rescue(self:Saver, error):
+def rescue(self:Saver,
+    error,  # that ended it; a note of it says how far the run is saved
+):
     "After a failed training: save what was learned before, if anything, where the weights are whole and finite."
-    whole = getattr(error, "whole", False) and self.loop.step.optimizer_step
+    try: self._save_whole(error)
+    finally: self._say_kept(error)
+
+
+@patch
+def _say_kept(self:Saver, error):
+    learned = self.loop.step.optimizer_step
+    if self.replicas.rank or self.unsaved or not learned or not isinstance(error, Exception): return
+    kept = self.checkpoints.listed()
+    step = kept[-1]["step"] if kept else 0
+    rest = f"; what was learned in the {self.iteration - step} steps since then is not" if step < self.iteration else ""
+    add_note(error, f"the run is saved as of step {step}{rest}" if step else "no step of the run is saved")
+
+
+@patch
+def _save_whole(self:Saver, error):
+    whole = getattr(error, "whole", False) and not is_lost(error) and self.loop.step.optimizer_step
     if isinstance(error, Exception):  # the one to raise; that of a file in the background is told
         try: self.background.wait()
         except Exception as e:

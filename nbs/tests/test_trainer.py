@@ -334,6 +334,42 @@ def test_an_exception_in_the_worker_is_raised_once_and_leaves_no_gradient(make):
     assert t.start(steps=2).wait(20).run.state == "done", "an error nobody waited for is not raised by the next training"
 
 
+class Mistaken(Toy):
+    "A mistake of the user's own, in one step."
+    broken = 0
+
+    def losses(self, model, batch):
+        if self.broken and self.trainer.iteration + 1 == self.broken: raise KeyError("label")
+        return super().losses(model, batch)
+
+
+def test_a_mistake_in_the_recipe_loses_no_step(make):
+    recipe = Mistaken()
+    recipe.broken, recipe.trainer = 8, (t := make(recipe, save_every=5))
+    with pytest.raises(KeyError) as e: t.fit(20, progress=False)
+    assert "the run is saved as of step 7" in e.value.__notes__, e.value.__notes__
+    t.close()
+    recipe.broken = 0
+    again, whole = make(recipe, resume=True), make(Toy(), "whole")
+    assert again.iteration == 7
+    for t, steps in ((again, 13), (whole, 20)): t.fit(steps, progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters()))
+
+
+def test_a_mistake_within_the_optimizer_is_not_saved(make):
+    t = make(save_every=5)
+    t.fit(7, progress=False)
+
+    def torn():
+        "Move something, then fail."
+        with torch.no_grad(): t.model[0].weight.add_(1)
+        raise KeyError("moment")
+
+    t.optimizer.step = torn
+    with pytest.raises(KeyError) as e: t.fit(1, progress=False)
+    assert [c["step"] for c in t.run.checkpoints()] == [5, 7] and "the run is saved as of step 7" in e.value.__notes__, "nothing is written since"
+
+
 L = lambda m, b: (m(b["x"]) - b["y"]).square().mean(1)
 
 
