@@ -15,13 +15,13 @@ from ..memory.timeline import ENDINGS, check_picture
 from ..train.forecast import MARGINS, RunForecast, forecast_recipe
 
 # %% ../../nbs/cli/13_forecast.ipynb #ef0b808e
-OWN = dict(gpus="ranks, default 1", memory="of each, such as 80GB",
+OWN = dict(gpus="ranks, default 1", processes="the same as --gpus", memory="of each, such as 80GB",
     parallel="ddp, zero1 or fsdp, default ddp",
     bandwidth="from a rank to the others, such as 300GB/s", step_time="seconds of a step without communication",
     timeline=f"a file for the picture of what lives when in the step, one of {', '.join(ENDINGS)}")
-USAGE = ("usage: medlab forecast RECIPE [--gpus 8] [--memory 80GB] [--parallel ddp|zero1|fsdp] [--bandwidth 300GB/s] "
-    "[--step-time 0.5] [--timeline step.png] "
-    "[options of medlab train RECIPE, such as --batch-size, --precision, --device cpu]")
+USAGE = ("usage: medlab forecast RECIPE [--gpus 8 | --processes 8] [--memory 80GB] [--parallel ddp|zero1|fsdp] "
+    "[--bandwidth 300GB/s] [--step-time 0.5] [--timeline step.png] "
+    "[options of medlab train RECIPE, such as --batch-size, --precision, --device cpu]; status 1: it does not fit")
 
 
 def own_numbers(
@@ -29,11 +29,16 @@ def own_numbers(
 ) -> dict:  # for `forecast_recipe`
     "What was typed as numbers; raises `UserError` for what is none."
     out = {k: v for k, v in words.items() if v is not None}
+    if "processes" in out and out["processes"] != out.setdefault("gpus", out["processes"]):
+        raise UserError(f"--processes {out['processes']} and --gpus {out['gpus']} both name the ranks; leave one out")
+    out.pop("processes", None)
     for name, kind in (("gpus", int), ("step_time", float)):
         if name not in out: continue
         try: out[name] = kind(out[name])
         except ValueError as e:
             raise UserError(f"--{name.replace('_', '-')} {out[name]} must be {OWN[name]}, as a number") from e
+    if "parallel" in out and out.get("gpus", 1) == 1:
+        raise UserError(f"--parallel {out['parallel']} is for several ranks, as with --gpus 8")
     if not out.get("step_time", 1.0) > 0: raise UserError(f"--step-time {out['step_time']} must be above 0 s")
     return out
 

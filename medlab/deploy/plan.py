@@ -30,7 +30,8 @@ def check_processes(
     if restarts and n < 2: raise UserError(f"--restarts {restarts} is for several processes, as with --gpus 2")
     if micro_batches is None or micro_batches >= n: return
     raise UserError(f"gradient_accumulation_steps={micro_batches} must be at least {n}, one micro-batch for each of "
-        f"the {n} GPUs; add --gradient-accumulation-steps {n}, and divide --batch-size by {n} for as large a step")
+        f"the {n} GPUs; add --gradient-accumulation-steps {n}, with a smaller --batch-size where the step is to stay "
+        "as large")
 
 # %% ../../nbs/deploy/03_plan.ipynb #1a529979
 @dataclass(frozen=True)

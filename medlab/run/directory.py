@@ -301,8 +301,17 @@ def request(self:Run,
     at:int=None,  # step before which it is applied; None: the next one
     **knobs,  # knob → value
 ) -> int:  # id of the request, durable when returned; its fate is in `changes()`
-    "Ask the run's trainer, in whatever process it is, for a change of knobs."
+    """Ask the run's trainer, in whatever process it is, for a change of knobs. Raises `UserError` for the record of one
+    rank, which nobody asks."""
+    self._refuse_rank()
     return self._ask(request_change, knobs, source, at)
+
+
+@patch
+def _refuse_rank(self:Run):
+    whole = self.path.absolute().parents[1]
+    if self.path.absolute().parent.name != "ranks" or not (whole / "run.db").exists(): return
+    raise UserError(f"{self.path} is the record of one rank, of which nobody is asked: ask the run {whole}")
 
 # %% ../../nbs/run/07_directory.ipynb #25cb1c86
 @patch
@@ -312,8 +321,9 @@ def command(self:Run,
     **data,  # of the command: the step of the checkpoint, for "restore"
 ) -> int:  # id of the command, durable when returned
     """Ask the run's trainer, while it trains, to pause, resume, stop, save a checkpoint, or go back to one. What became
-    of it is among the events. Raises `UnknownName` for another command."""
+    of it is among the events. Raises `UnknownName` for another command, `UserError` for the record of one rank."""
     if name not in COMMANDS: raise UnknownName("command", name, COMMANDS)
+    self._refuse_rank()
     return self._ask(request_command, name, source, data)
 
 # %% ../../nbs/run/07_directory.ipynb #c1f0b7d2

@@ -29,20 +29,23 @@ from ..memory.timeline import Timeline, memory_timeline
 from ..parallel.shards import largest_share
 from ..parallel.units import blocks_of
 from ..recipes.base import Recipe
+from ..step.dropping import TOO_FEW
 
 # %% ../../nbs/train/13_forecast.ipynb #22eb9823
 _UNITS = dict(B=1, KB=1e3, MB=1e6, GB=1e9, TB=1e12, KIB=2**10, MIB=2**20, GIB=2**30, TIB=2**40)
 
 
 def bytes_of(
-    text,  # such as "80GB", "16 GiB" or "300GB/s"; a number is in bytes
+    text,  # such as "80GB", "16 GiB" or "300GB/s"; a number without a unit is in bytes, and at least a million
     what:str="memory",  # what it is, for the error
 ) -> float:  # bytes, > 0
     "A size, or a rate, as it is written; raises `UserError` for anything else."
     m = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-z]*?)(?:/s)?\s*", str(text), re.I)
     unit = m and _UNITS.get(m[2].upper() or "B")
-    if unit and (found := float(m[1]) * unit) > 0: return found
-    example = "300GB/s" if what == "bandwidth" else "80GB"
+    example, found = "300GB/s" if what == "bandwidth" else "80GB", float(m[1]) * unit if unit else 0
+    if 0 < found < 1e6 and not m[2]: raise UserError(f"{what}={text!r} would be {found:g} bytes; add a unit, such as "
+        f"{example}")
+    if found > 0: return found
     raise UserError(f"{what}={text!r} must be a number above 0 with one of the units {', '.join(_UNITS)}, such as "
         f"{example}")
 
@@ -169,6 +172,7 @@ class RunForecast:
     bandwidth:float = None  # bytes per second of a rank
     step_time:float = None  # s of a step without communication
     measured:tuple = ()  # (bytes, what they are) of steps that were made
+    asks:tuple = ()  # sentences: for what several ranks would refuse to train it as it is
     recount:Callable = field(default=None, repr=False, compare=False)  # function of a title that gives a `Timeline`
 
     @property
@@ -234,10 +238,16 @@ def rows(self:RunForecast) -> list:  # of (name, text)
     if self.measured: out.append((f"measured: {self.measured[1]}", f"{w(self.measured[0])}, "
         f"{self.measured[0] / self.least:.2f} times what is counted"))
     for k, v in self.fixes.items():
-        text = v if isinstance(v, str) else f"{w(v[0])} counted, {w(self.least - v[0])} less" + (
-            f"; {_ANSWERS[verdict(v, self.memory)]}" if self.memory else "")
-        out.append((f"with {k}", text))
-    return out + self._traffic()
+        out.append((f"with {k}", v if isinstance(v, str) else self._beside(v)))
+    return out + self._traffic() + [(f"{self.ranks.gpus} ranks refuse it as it is", text) for text in self.asks]
+
+
+@patch
+def _beside(self:RunForecast, peaks):
+    "What (least, most) bytes are, beside those of the step as it is."
+    w, less = size_in_words, self.least - peaks[0]
+    text = f"{w(peaks[0])} counted, {w(abs(less))} {'less' if less >= 0 else 'more'}"
+    return text + (f"; {_ANSWERS[verdict(peaks, self.memory)]}" if self.memory else "")
 
 
 @patch
@@ -386,9 +396,17 @@ def _fix_table(count, ranks, n, now):
     out = {}
     for k, asked in changes.items():
         try: peaks = ranks.peaks(count(*asked, kept=False))
-        except UserError as e: out[k] = f"not counted: {e}"
+        except ValueError as e: out[k] = f"not counted: {e}"  # such as of BatchNorm, which takes no single sample
         else: out[k] = peaks[0], at_most(peaks, count.device)
     return out
+
+
+def _of_few(count, n, now):
+    "The forecast of a step of micro-batches of n samples; of two where a normalization does not take one."
+    try: return count(n, *now, kept=False)
+    except ValueError as e:
+        if n > 1 or TOO_FEW not in str(e): raise
+        return count(2, *now, kept=False)
 
 
 def _knobs(recipe, knobs):
@@ -431,23 +449,32 @@ def forecast_recipe(
         return _forecast_made(_Counted(made, batch, device, say), ranks, fixes, **asked)
 
 
+def _asked(count, gpus):
+    "For what so many ranks would refuse to train; as `BatchLoader.check_ranks` and the step say it."
+    steps, norms = count.recipe.knobs.gradient_accumulation_steps, torch.nn.modules.batchnorm._NormBase
+    out = [f"gradient_accumulation_steps={steps} must be at least {gpus}, a micro-batch for each rank"] * (steps < gpus)
+    moved = [n for n, m in count.model.named_modules() if isinstance(m, norms) and m.running_mean is not None]
+    if moved and gpus > 1: out.append(f"{moved[0]} keeps statistics, which each rank would move by its own samples")
+    return tuple(out)
+
+
 def _forecast_made(count, ranks, fixes, **fields):
     "The forecast of a recipe that has knobs and data."
     recipe, device, k = count.recipe, count.device, count.recipe.knobs
     n, now = k.micro_batch or recipe.batch_size, (k.precision, k.activation_checkpointing)
     ranks = count.on(ranks)
     how = f"{now[0]}, activations {'recomputed' if now[1] else 'kept'}"
-    out = RunForecast(recipe.name, n, how, count(n, *now), ranks, device, **fields)
+    out = RunForecast(recipe.name, n, how, count(n, *now), ranks, device, asks=_asked(count, ranks.gpus), **fields)
     again = count.kept(n)
     out.recount = lambda title: again(n, *now, memory_timeline, title=title)
     if not fixes: return out
     out.fixes = _fix_table(count, ranks, n, now)
     if not ranks.divided:
         for how in ("zero1", "fsdp"):
-            shared = count.on(replace(ranks, gpus=max(8, ranks.gpus), parallel=how))
+            shared = count.on(replace(ranks, gpus=ranks.gpus if ranks.gpus > 1 else 8, parallel=how))
             out.fixes[f"{how} on {shared.gpus} ranks"] = (p := shared.peaks(out.step))[0], at_most(p, device)
     if out.memory:
-        out.largest = largest_batch(lambda n: ranks.peaks(count(n, *now, kept=False)), out.memory, device)
+        out.largest = largest_batch(lambda n: ranks.peaks(_of_few(count, n, now)), out.memory, device)
         out.patch = _patch_that_fits(out, count, (n, *now))
     return out
 

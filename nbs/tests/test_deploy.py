@@ -1,6 +1,7 @@
 """What `medlab deploy` writes: read by the tools that it is written for, run in the shell with a launcher that only records, and run for real on the CPU."""
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -290,3 +291,14 @@ def test_slurm_takes_the_job(tmp_path):
     assert deployed(tmp_path / "s", "slurm", "--memory", "1G", "--cpus", 1, run=tmp_path / "r") == 0
     done = subprocess.run([check, "--test-only", str(tmp_path / "s/job.sh")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_commands_that_readme_and_lesson_give(tmp_path, monkeypatch):
+    root = Path(__file__).parents[2]
+    texts = (root / "README.md").read_text(), json.loads((root / "nbs/tutorials/from_one_gpu_to_many.ipynb").read_text())
+    lesson = "".join(line for c in texts[1]["cells"] for line in c["source"])
+    found = [w for text in (texts[0], lesson) for w in re.findall(r"medlab (deploy slurm job [^`#\n]*)", text)]
+    assert len(found) == 2, found
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "masks").mkdir()
+    for i, words in enumerate(found): assert main([*shlex.split(words.replace(" job ", f" job{i} ")), "--steps", "9"]) == 0, words

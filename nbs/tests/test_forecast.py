@@ -2,6 +2,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from medlab import recipes
+from medlab.cli.main import main
 from medlab.core import UserError
 from medlab.memory.forecast import PHASES, Ledger
 from medlab.memory.timeline import CATEGORIES, _timeline
@@ -203,3 +205,58 @@ def test_the_largest_patch_fits_and_the_next_does_not(name, step, asked, near):
     assert ("largest patch that fits", " × ".join(map(str, size))) in found.rows()
     sized = lambda size: count(dict(image_size=size), fixes=False).most  # as a recipe of that size, with its own data
     assert sized(size) <= near * found.memory < near**2 * sized(tuple(n + g for n, g in zip(size, step)))
+
+
+OWN = '''
+from dataclasses import dataclass
+import torch
+from medlab.recipes.base import Recipe
+
+@dataclass
+class Normed(Recipe):
+    "Statistics, and a pass that takes no single sample."
+    batch_size: int = 4
+    def build_model(self): return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    def dataset(self): return [dict(x=torch.full((4,), float(i)), case=f"c{i}") for i in range(16)]
+    def losses(self, model, batch): return dict(loss=model(batch["x"]).square().mean(1))
+
+class Lazy(Normed):
+    def build_model(self): return torch.nn.LazyLinear(1)
+
+class Growing(Normed):
+    def build_model(self): return Grows()
+
+class Grows(torch.nn.Linear):
+    def __init__(self): super().__init__(4, 8)
+    def forward(self, x):
+        if not hasattr(self, "late"): self.late = torch.nn.Linear(8, 1)
+        return self.late(super().forward(x))
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = f"of_{tmp_path.name}.py"  # one name for one module of the process
+    (tmp_path / file).write_text(OWN)
+    return lambda command, name, *words: main([command, f"{file}:{name}", "--device", "cpu", *words])
+
+
+def test_what_ranks_would_refuse_is_forecast(own, capsys):
+    assert own("forecast", "Normed", "--gpus", "2", "--memory", "30GB") == 0
+    told = capsys.readouterr().out
+    assert told.count("2 ranks refuse it as it is") == 2 and "gradient_accumulation_steps=1 must be at least 2" in told and "1 keeps statistics" in told
+    assert "with fsdp on 2 ranks" in told and "on 8 ranks" not in told and re.search("with micro_batch=1 .*not counted: Expected more than 1 value", told)
+    assert own("forecast", "Normed", "--processes", "2", "--gradient-accumulation-steps", "2") == 0
+    told = capsys.readouterr().out
+    assert told.count("refuse it") == 1 and "each of 2 ranks (ddp)" in told
+    assert own("forecast", "Normed", "--memory", "1KB") == 1
+    told = capsys.readouterr().out
+    assert "does not fit" in told and "refuse it" not in told and re.search(r"with fsdp on 8 ranks .* more;", told) and " -" not in told
+
+
+@pytest.mark.parametrize("name,words,commands", [("Lazy", r"Lazy.build_model\(\) \(.*.py, line 15\) holds a layer that learns its size", ("train", "check", "forecast")),
+    ("Growing", r"2 parameters are new since the optimizer was made \(late.weight, late.bias\)", ("train", "check"))])
+def test_layers_that_come_with_the_first_pass_are_refused(own, capsys, name, words, commands):
+    for command in commands:
+        assert own(command, name, *["--steps", "2"] * (command != "forecast")) == 2 and re.search(words, capsys.readouterr().err), command
