@@ -133,7 +133,8 @@ def begin_norms(self:Parts,
     measure=None,  # function of a list of gradients that gives the norm of each; None: in float64
 ):
     "Begin to put together the norms of the gradients that each rank has alone; what is under way."
-    if not self.units: return None
+    self.norms = None
+    if not (self.units and self.units.params): return None
     own, zero = self.units.sums, torch.zeros((), dtype=torch.float64, device=self.every[0].device)
     measure = measure or (lambda grads: torch._foreach_norm(grads, 2, torch.float64))
     found = dict(zip(own, measure([*own.values()]) if own else ()))
@@ -163,6 +164,7 @@ def total(self:Parts,
     factor,  # by which gradients were multiplied since the ranks agreed: a float or a tensor
 ):
     "The norm of all gradients."
+    if self.norms is None: return norm
     if torch.is_tensor(norm): return torch.linalg.vector_norm(torch.cat([norm.double()[None], factor * self.norms]))
     return math.hypot(norm, *(factor * self.norms).tolist())
 

@@ -156,7 +156,7 @@ def test_what_a_killed_rank_leaves_is_told_in_the_terminal(tmp_path):
 
 
 OWN = """
-import os
+import os; import torch
 from toys import Half
 class Mistaken(Half):
     def losses(self, model, batch):
@@ -167,6 +167,8 @@ class Unread(Half):
     def dataset(self):
         if os.environ["RANK"] in os.environ["BAD"]: raise FileNotFoundError("list.csv")
         return super().dataset()
+class Flat(Half):
+    def build_model(self): return torch.nn.Linear(4, 1)
 """
 
 
@@ -181,6 +183,16 @@ def test_a_mistake_in_the_recipe_is_shown_once_with_its_line_and_its_rank(tmp_pa
     assert told.count("Traceback") == told.count(f"of_ranks.py, line {7 if name == 'Mistaken' else 11}, in ") == 1 and told.count(why) == (1 if bad == "01" else 2), told
     assert ("on rank 1" in told) == (bad == "1") and "replicas.py" not in told and len(told.splitlines()) < 16, told
     if name == "Mistaken": assert "the run is saved as of step 7" in told and [c["step"] for c in Run(tmp_path / "two").checkpoints()] == [5, 7], told
+
+
+def test_a_network_without_blocks_stays_whole_with_fsdp(tmp_path, monkeypatch):
+    (tmp_path / "of_ranks.py").write_text(OWN)
+    monkeypatch.setitem(ENV, "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), ENV.get("PYTHONPATH", "")]))
+    for name, words in (("one", ()), ("two", ("--processes", "2", "--parallel", "fsdp"))):
+        command = [*HALF[:6], "of_ranks.py:Flat", "--gradient-accumulation-steps", "2", "--device", "cpu", "--threads", "1", "--steps", "20", "--run", name, *words]
+        done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+    assert apart(weights(tmp_path / "one"), weights(tmp_path / "two")) <= 1e-6
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
