@@ -106,7 +106,7 @@ def say_whole(
     whole:bool,  # whether the weights are those of a step's end
 ):
     "Let an error say whether the weights can be saved, where it does not yet; what interrupts at once loses them."
-    if isinstance(error, Exception) and not hasattr(error, "whole"):
+    if not isinstance(error, KeyboardInterrupt) and not hasattr(error, "whole"):
         with contextlib.suppress(AttributeError): error.whole = whole  # some errors take no attribute
 
 # %% ../../nbs/train/05_loop.ipynb #bcdc450b

@@ -339,15 +339,16 @@ class Mistaken(Toy):
     broken = 0
 
     def losses(self, model, batch):
-        if self.broken and self.trainer.iteration + 1 == self.broken: raise KeyError("label")
+        if self.broken and self.trainer.iteration + 1 == self.broken: raise self.error
         return super().losses(model, batch)
 
 
-def test_a_mistake_in_the_recipe_loses_no_step(make):
+@pytest.mark.parametrize("error", [KeyError("label"), SystemExit("enough")])
+def test_a_mistake_in_the_recipe_loses_no_step(make, error):
     recipe = Mistaken()
-    recipe.broken, recipe.trainer = 8, (t := make(recipe, save_every=5))
-    with pytest.raises(KeyError) as e: t.fit(20, progress=False)
-    assert "the run is saved as of step 7" in e.value.__notes__, e.value.__notes__
+    recipe.error, recipe.broken, recipe.trainer = error, 8, (t := make(recipe, save_every=5))
+    with pytest.raises(type(error)) as e: t.fit(20, progress=False)
+    assert isinstance(error, SystemExit) or "the run is saved as of step 7" in e.value.__notes__, e.value.__notes__
     t.close()
     recipe.broken = 0
     again, whole = make(recipe, resume=True), make(Toy(), "whole")
