@@ -29,14 +29,14 @@ def own_numbers(
 ) -> dict:  # for `forecast_recipe`
     "What was typed as numbers; raises `UserError` for what is none."
     out = {k: v for k, v in words.items() if v is not None}
-    if "processes" in out and out["processes"] != out.setdefault("gpus", out["processes"]):
-        raise UserError(f"--processes {out['processes']} and --gpus {out['gpus']} both name the ranks; leave one out")
-    out.pop("processes", None)
-    for name, kind in (("gpus", int), ("step_time", float)):
+    for name, kind in (("gpus", int), ("processes", int), ("step_time", float)):
         if name not in out: continue
         try: out[name] = kind(out[name])
         except ValueError as e:
             raise UserError(f"--{name.replace('_', '-')} {out[name]} must be {OWN[name]}, as a number") from e
+    if "processes" in out and out["processes"] != out.setdefault("gpus", out["processes"]):
+        raise UserError(f"--processes {out['processes']} and --gpus {out['gpus']} both name the ranks; leave one out")
+    out.pop("processes", None)
     if "parallel" in out and out.get("gpus", 1) == 1:
         raise UserError(f"--parallel {out['parallel']} is for several ranks, as with --gpus 8")
     if not out.get("step_time", 1.0) > 0: raise UserError(f"--step-time {out['step_time']} must be above 0 s")

@@ -449,10 +449,12 @@ def forecast_recipe(
         return _forecast_made(_Counted(made, batch, device, say), ranks, fixes, **asked)
 
 
-def _asked(count, gpus):
-    "For what so many ranks would refuse to train; as `BatchLoader.check_ranks` and the step say it."
+def _asked(count, ranks):
+    "For what these ranks would refuse to train; as `BatchLoader.check_ranks`, the step and `Parts` say it."
     steps, norms = count.recipe.knobs.gradient_accumulation_steps, torch.nn.modules.batchnorm._NormBase
+    gpus, trained = ranks.gpus, sum(p.requires_grad for p in count.model.parameters())
     out = [f"gradient_accumulation_steps={steps} must be at least {gpus}, a micro-batch for each rank"] * (steps < gpus)
+    if ranks.gathers and trained < gpus: out.append(f"{trained} tensors are trained, and each rank is to own one")
     moved = [n for n, m in count.model.named_modules() if isinstance(m, norms) and m.running_mean is not None]
     if moved and gpus > 1: out.append(f"{moved[0]} keeps statistics, which each rank would move by its own samples")
     return tuple(out)
@@ -464,7 +466,7 @@ def _forecast_made(count, ranks, fixes, **fields):
     n, now = k.micro_batch or recipe.batch_size, (k.precision, k.activation_checkpointing)
     ranks = count.on(ranks)
     how = f"{now[0]}, activations {'recomputed' if now[1] else 'kept'}"
-    out = RunForecast(recipe.name, n, how, count(n, *now), ranks, device, asks=_asked(count, ranks.gpus), **fields)
+    out = RunForecast(recipe.name, n, how, count(n, *now), ranks, device, asks=_asked(count, ranks), **fields)
     again = count.kept(n)
     out.recount = lambda title: again(n, *now, memory_timeline, title=title)
     if not fixes: return out

@@ -250,6 +250,8 @@ def test_what_ranks_would_refuse_is_forecast(own, capsys):
     assert own("forecast", "Normed", "--processes", "2", "--gradient-accumulation-steps", "2") == 0
     told = capsys.readouterr().out
     assert told.count("refuse it") == 1 and "each of 2 ranks (ddp)" in told
+    assert own("forecast", "Normed", "--gpus", "8", "--parallel", "fsdp", "--gradient-accumulation-steps", "8") == 0
+    assert "6 tensors are trained, and each rank is to own one" in capsys.readouterr().out
     assert own("forecast", "Normed", "--memory", "1KB") == 1
     told = capsys.readouterr().out
     assert "does not fit" in told and "refuse it" not in told and re.search(r"with fsdp on 8 ranks .* more;", told) and " -" not in told
