@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 
-from ..core import UserError, add_note
+from ..core import RunFailed, UserError, add_note
 from ..knobs.describe import describe
 from ..memory.usage import host_free
 from ..numerics.finite import is_finite
@@ -256,7 +256,7 @@ def save_end(self:Saver,
     state:str,  # that training ended in
 ):
     "Write the last checkpoint; raises `NotSaved` where the disk has no room for it in three attempts."
-    if self._apart(): return
+    if not self._all_sound(): return
     for wait in (0.5, 1.0, 0.0):
         self.missed = False
         self.save_once()
@@ -294,11 +294,10 @@ def _save_whole(self:Saver, error):
         try: self.background.wait()
         except Exception as e:
             if not hasattr(e, "told"): self._tell_failed(self.iteration, e, None)
-    if self._apart(): return
     step, ranks = self.loop.step, self.replicas
     held = [p for p in step.params if ranks.keeps(p)] if ranks.parted else step.model.parameters()
-    if not whole or not all(bool(is_finite(p)) for p in held): return
-    with contextlib.suppress(Exception): self.save()  # which tells what went wrong; the first error is the one to raise
+    if not self._all_sound(whole and all(bool(is_finite(p)) for p in held)): return
+    with contextlib.suppress(Exception): self.save_once()  # which tells what went wrong; the first error is raised
 
 # %% ../../nbs/train/07_saving.ipynb #f461dd6d
 APART = ("{} ranks hold a share each of what a checkpoint needs, and they ended apart, so the state of step {} is "
@@ -306,16 +305,26 @@ APART = ("{} ranks hold a share each of what a checkpoint needs, and they ended 
 
 
 @patch
-def _apart(self:Saver) -> bool:
-    "Whether no checkpoint can be put together any more; says so."
-    if not (self.replicas.sharded and self.loop.retry.parted): return False
-    if not self.iteration: return True  # nothing was learned yet
+def _all_sound(self:Saver,
+    sound=True,  # whether what this rank holds can be saved
+) -> bool:
+    """Whether what is held can be saved, where that takes all ranks by all of them: after a training that one of them
+    left they meet once more. Says so where one does not come."""
+    if not (self.replicas.sharded and self.loop.retry.parted): return bool(sound)
+    try: told = self.replicas.share((self.iteration, bool(sound)), "the end of a training that one of them left")
+    except (RunFailed, UserError): self._say_apart()
+    else: return all(t == (self.iteration, True) for t in told)
+    return False
+
+
+@patch
+def _say_apart(self:Saver):
+    if not self.iteration: return  # nothing was learned yet
     kept = self.checkpoints.listed()
-    if kept and kept[-1]["step"] == self.iteration: return True
+    if kept and kept[-1]["step"] == self.iteration: return
     newest = f"the newest checkpoint is of step {kept[-1]['step']}" if kept else "there is no checkpoint"
     if self.replicas.rank: newest += ", as far as rank 0 has written by now"
     self.writer.event("checkpoint", APART.format(self.replicas.size, self.iteration, newest), "warning")
-    return True
 
 # %% ../../nbs/train/07_saving.ipynb #279c798d
 @patch
