@@ -309,12 +309,13 @@ def _all_sound(self:Saver,
     sound=True,  # whether what this rank holds can be saved
 ) -> bool:
     """Whether what is held can be saved, where that takes all ranks by all of them: after a training that one of them
-    left they meet once more. Says so where one does not come."""
+    left they meet once more. Says so where one does not come, or has nothing sound."""
     if not (self.replicas.sharded and self.loop.retry.parted): return bool(sound)
     try: told = self.replicas.share((self.iteration, bool(sound)), "the end of a training that one of them left")
-    except (RunFailed, UserError): self._say_apart()
-    else: return all(t == (self.iteration, True) for t in told)
-    return False
+    except (RunFailed, UserError): told = [None]
+    sound = all(t == (self.iteration, True) for t in told)
+    if not sound: self._say_apart()
+    return sound
 
 
 @patch

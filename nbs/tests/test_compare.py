@@ -144,19 +144,20 @@ def test_what_differs_is_told(mine, tmp_path):
     assert "identical to first to the bit before step 4" in parted, "the gradient of step 3 is the same, its update is not"
 
 
-def test_a_run_that_failed_is_checked_where_its_weights_are_known(mine, tmp_path):
-    "It broke off after step 5, with a checkpoint of step 4."
+@pytest.mark.parametrize("error,known", [(KeyboardInterrupt, 4), (ZeroDivisionError, 5)])
+def test_a_run_that_failed_is_checked_where_its_weights_are_known(mine, tmp_path, error, known):
+    "It broke off after step 5; an interrupt at once leaves the checkpoint of step 4, a mistake saves what was learned."
     class End:
         def after_step(self, result, batch):
-            if result.iteration == 5: raise ZeroDivisionError("planted")
+            if result.iteration == 5: raise error("planted")
     with Trainer(mine(), tmp_path / "first", **SMALL, save_every=2) as trainer:
         trainer.listeners.append(End())
-        with pytest.raises(ZeroDivisionError): trainer.fit(8, progress=False)
+        with pytest.raises(error): trainer.fit(8, progress=False)
     assert Run(tmp_path / "first").state == "failed" and Run(tmp_path / "first").step == 5
     with pytest.warns(UserWarning, match="the run failed after step 5"): file = Run(tmp_path / "first").notebook(tmp_path / "again.ipynb")
     fits = [c.split("\n")[0] for c in cells(file) if "trainer.fit" in c]
-    assert fits == ["trainer.fit(until=4, progress=False)", "try: trainer.fit(until=5, progress=False)"]
-    assert "after step 4 are those of the run, to the bit" in executed(file, tmp_path / "here")
+    assert fits == {4: ["trainer.fit(until=4, progress=False)", "try: trainer.fit(until=5, progress=False)"], 5: ["trainer.fit(until=5, progress=False)"]}[known]
+    assert f"after step {known} are those of the run, to the bit" in executed(file, tmp_path / "here")
     assert "first failed at step 5" in str(Run.compare(tmp_path / "first", tmp_path / "here/runs/first-again"))
 
 
