@@ -44,8 +44,11 @@ def start_ranks(
     "Train in several processes of this machine."
     if not (rest.get("run") or rest["resume"]): argv = [*argv, "--run", str(run)]
     words = ["-m", "medlab", "train", *([name] if name else []), *argv]
+    n, again = rest["processes"], f"medlab train --resume {run} --processes {rest['processes']}"
     cut = lambda number: print_text(f"medlab: {_ended(run, number)}", file=sys.stderr)
-    status = launch(words, rest["processes"], rest["restarts"] or 0, cut)
+    status = launch(words, n, rest["restarts"] or 0, cut)
+    if status == 1 and (Path(run) / "run.db").exists() and not is_empty_run(run):
+        print_text(f"medlab: {again} goes on with it", file=sys.stderr)
     return 130 if not status and Run(run).state != "done" else status
 
 
@@ -56,8 +59,9 @@ def _ended(run, number):
     if not (Path(run) / "run.db").exists(): return why
     found = Run(run)
     told, kept = [e.text for e in found.events("error")][-1:], found.checkpoints()
-    saved = f"is saved as of step {kept[-1]['step']} of {found.step}" if kept else "has no checkpoint"
-    return "\n".join([why, *told, f"the run {saved}; medlab train --resume {run} goes on with it"])
+    saved = f"the run is saved as of step {kept[-1]['step']} of {found.step}" if kept else (
+        f"no step of the run is saved, and its {found.step} steps come again: save_every, save_minutes")
+    return "\n".join([why, *told, saved])
 
 # %% ../../nbs/cli/14_ranks.ipynb #40440628
 def is_ours(

@@ -447,8 +447,8 @@ def _refuse_statistics(self:Step):
     module, key = moving[0]
     where = next((n for n, m in self.model.named_modules() if m is module), "")
     raise UserError(f"the forward pass moves the buffer {key!r} of {where or 'the network'} ({type(module).__name__}), "
-        f"and each of the {self.replicas.size} ranks would move it by its own samples alone, so that they part: take "
-        "GroupNorm or InstanceNorm, track_running_stats=False, or one process")
+        f"and each of the {self.replicas.size} ranks would move it in its own passes alone, so that they part: take a "
+        "layer that keeps nothing between passes (GroupNorm, or track_running_stats=False), or one process")
 
 # %% ../../nbs/step/05_step.ipynb #7d6fc820
 FOREIGN = ("somebody else has set the optimizer's learning rate to {found:.4g}; it is {lr:.4g} again, as the knob lr "

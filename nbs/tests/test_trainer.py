@@ -369,6 +369,10 @@ def test_a_mistake_within_the_optimizer_is_not_saved(make):
     t.optimizer.step = torn
     with pytest.raises(KeyError) as e: t.fit(1, progress=False)
     assert [c["step"] for c in t.run.checkpoints()] == [5, 7] and "the run is saved as of step 7" in e.value.__notes__, "nothing is written since"
+    t = make(name="unsaved")
+    whole, t.optimizer.step = t.optimizer.step, lambda: torn() if t.iteration == 3 else whole()
+    with pytest.raises(KeyError) as e: t.fit(9, progress=False)
+    assert "no step of the run is saved: the weights may be half moved, or are lost" in e.value.__notes__ and not t.run.checkpoints()
 
 
 L = lambda m, b: (m(b["x"]) - b["y"]).square().mean(1)

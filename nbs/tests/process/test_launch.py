@@ -154,7 +154,7 @@ def test_what_a_killed_rank_leaves_is_told_in_the_terminal(tmp_path, way):
     told, run = made.communicate(timeout=120)[1], Run(tmp_path / "two")
     assert made.returncode == 1 and "medlab: a rank was ended by SIGKILL" in told and "since rank 1 ended or hangs" in told, told
     newest = run.checkpoints()[-1]["step"]
-    assert f"the run is saved as of step {newest} of {run.step}; medlab train --resume two goes on with it" in told and "Traceback" not in told, told
+    assert f"the run is saved as of step {newest} of {run.step}\nmedlab: medlab train --resume two --processes 2 goes on with it" in told and "Traceback" not in told, told
     if way == "ddp": assert newest == run.step
     elif newest < run.step: assert any(f"2 ranks hold a share each of what a checkpoint needs, and they ended apart, so the state of step {run.step} is not saved" in e.text for e in run.events("checkpoint"))
 
@@ -184,7 +184,7 @@ def test_a_mistake_in_the_recipe_is_shown_once_with_its_line_and_its_rank(tmp_pa
     monkeypatch.setitem(ENV, "BAD", bad)
     monkeypatch.setitem(ENV, "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), ENV.get("PYTHONPATH", "")]))
     told = subprocess.run([*HALF[:6], f"of_ranks.py:{name}", *HALF[7:-2], "--parallel", way], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=200).stderr
-    assert told.count("Traceback") == told.count(f"of_ranks.py, line {7 if name == 'Mistaken' else 11}, in ") == 1 and told.count(why) == (2 if bad == "1" else 1), told
+    assert told.count("Traceback") <= 1 == told.count(f"of_ranks.py, line {7 if name == 'Mistaken' else 11}, in ") and told.count(why) == (2 if bad == "1" else 1), told
     assert ("on rank 1" in told) == (bad == "1") and "replicas.py" not in told and len(told.splitlines()) < 16, told
     if name != "Mistaken": return
     run, made = Run(tmp_path / "two"), 7 - (way == "fsdp")  # it learns the order of its blocks in a pass before the first
