@@ -34,9 +34,9 @@ def own_numbers(
         try: out[name] = kind(out[name])
         except ValueError as e:
             raise UserError(f"--{name.replace('_', '-')} {out[name]} must be {OWN[name]}, as a number") from e
-    if "processes" in out and out["processes"] != out.setdefault("gpus", out["processes"]):
-        raise UserError(f"--processes {out['processes']} and --gpus {out['gpus']} both name the ranks; leave one out")
-    out.pop("processes", None)
+    n = out.pop("processes", None)
+    if n is not None and out.setdefault("gpus", n) != n:
+        raise UserError(f"--processes {n} and --gpus {out['gpus']} both name the ranks; leave one out")
     if "parallel" in out and out.get("gpus", 1) == 1:
         raise UserError(f"--parallel {out['parallel']} is for several ranks, as with --gpus 8")
     if not out.get("step_time", 1.0) > 0: raise UserError(f"--step-time {out['step_time']} must be above 0 s")

@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..core import RunFailed, UserError, add_note, print_text
+from ..deploy.standing import begun
 from ..parallel.launch import PATIENCE, joined, launch, launched, launcher_here, rank_here
 from ..parallel.replicas import check_parallel, replicas_here
-from ..run.directory import Run, is_empty_run
+from ..run.directory import Run
 
 # %% ../../nbs/cli/14_ranks.ipynb #e6f61ae7
 def processes(
@@ -44,11 +45,9 @@ def start_ranks(
     "Train in several processes of this machine."
     if not (rest.get("run") or rest["resume"]): argv = [*argv, "--run", str(run)]
     words = ["-m", "medlab", "train", *([name] if name else []), *argv]
-    n, again = rest["processes"], f"medlab train --resume {run} --processes {rest['processes']}"
-    cut = lambda number: print_text(f"medlab: {_ended(run, number)}", file=sys.stderr)
-    status = launch(words, n, rest["restarts"] or 0, cut)
-    if status == 1 and (Path(run) / "run.db").exists() and not is_empty_run(run):
-        print_text(f"medlab: {again} goes on with it", file=sys.stderr)
+    n, tell = rest["processes"], lambda text: print_text(f"medlab: {text}", file=sys.stderr)
+    status = launch(words, n, rest["restarts"] or 0, lambda number: tell(_ended(run, number)))
+    if status == 1 and begun(run): tell(f"medlab train --resume {run} --processes {n} goes on with it")
     return 130 if not status and Run(run).state != "done" else status
 
 
@@ -69,7 +68,7 @@ def is_ours(
     launchers,  # that started the ranks, by `launcher_here`
 ) -> bool:
     "Whether there is a run to go on with that one of these launchers trained before; never another's."
-    if not (Path(run) / "run.db").exists() or is_empty_run(run): return False
+    if not begun(run): return False
     return not {*Run(run).meta.get("launchers", ())}.isdisjoint(launchers)
 
 

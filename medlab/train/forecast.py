@@ -18,6 +18,7 @@ from html import escape
 
 import torch
 from fastcore.basics import patch
+from torch.nn.modules.batchnorm import _NormBase
 
 from ..batches.loader import BatchLoader
 from ..batches.quarantine import Quarantine
@@ -451,11 +452,11 @@ def forecast_recipe(
 
 def _asked(count, ranks):
     "For what these ranks would refuse to train; as `BatchLoader.check_ranks`, the step and `Parts` say it."
-    steps, norms = count.recipe.knobs.gradient_accumulation_steps, torch.nn.modules.batchnorm._NormBase
+    steps = count.recipe.knobs.gradient_accumulation_steps
     gpus, trained = ranks.gpus, sum(p.requires_grad for p in count.model.parameters())
     out = [f"gradient_accumulation_steps={steps} must be at least {gpus}, a micro-batch for each rank"] * (steps < gpus)
     if ranks.gathers and trained < gpus: out.append(f"{trained} tensors are trained, and each rank is to own one")
-    moved = [n for n, m in count.model.named_modules() if isinstance(m, norms) and m.running_mean is not None]
+    moved = [n for n, m in count.model.named_modules() if isinstance(m, _NormBase) and m.running_mean is not None]
     if moved and gpus > 1: out.append(f"{moved[0]} keeps statistics, which each rank would move by its own samples")
     return tuple(out)
 

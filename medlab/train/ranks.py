@@ -20,7 +20,8 @@ from ..parallel.launch import parent_here
 from ..parallel.replicas import OneProcess
 from ..recipes.table import Table
 from ..run.directory import Run
-from ..run.writer import RANKS, RunWriter
+from ..run.directory import RANKS
+from ..run.writer import RunWriter
 from ..step.gradients import ELSEWHERE
 
 # %% ../../nbs/train/14_ranks.ipynb #cfffd451
