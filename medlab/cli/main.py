@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import jsonargparse
@@ -64,6 +65,8 @@ def trained_recipe(
     "The recipe to train; raises `UserError` where none is named, or another than that of the resumed run."
     run = resumed_run(argv)
     if name is None and run is None:
+        late = [w for before, w in pairwise(argv) if is_place(w) and not before.startswith("--")]
+        if late: raise UserError(f"which recipe? name {late[0]} before the options: medlab train {late[0]} [options]")
         raise UserError(f"which recipe? medlab train {'|'.join(RECIPES)} [options], one of your own as in medlab train "
             "my_recipe.py:Mine, or medlab train --resume RUN")
     if run is None: return recipe_class(name), None
@@ -753,6 +756,9 @@ def check(argv) -> int:
     if not name and argv and (is_place(argv[0]) or (argv[0] in RECIPES and not Path(argv[0]).exists())):
         name, argv = argv[0], argv[1:]  # as medlab train takes it
     named, name = bool(name), name or "fast_ddpm"
+    if option_word(argv, "--processes")[0]:
+        raise UserError("check looks at the run in one process; leave out --processes. What several would refuse is "
+            f"told by medlab forecast {name} --processes N, before anything runs")
     cls = recipe_class(name)
     fields, knobs, rest = options(cls, argv, check=True, named=named)
     if rest["resume"]:

@@ -112,6 +112,7 @@ def __call__(self:Step,
     t, self.batch = Transaction(iteration, batch.dropped, cases=tuple(m.cases for m in batch.micro_batches)), batch
     self.transaction = t
     if self.buffers.slots: self.buffers.save()
+    self.begun = _versions(self.params)
     if self.system.frozen or self.system.averages: self.system.check()
     many, self.queue = self.replicas.size > 1, deque(enumerate(batch.micro_batches))
     self.replicas.prepare(self.params)
@@ -148,7 +149,7 @@ def forward(self:Step,
         out = self.losses(self.model, batch)
     if not self.audited:
         check_losses(out, batch.size)
-        refuse_new(self.model, self.held)
+        self.refuse_new()
     return {k: v.float() for k, v in out.items()}
 
 # %% ../../nbs/step/05_step.ipynb #235099a7
@@ -311,6 +312,21 @@ def undo(self:Step) -> bool:
         if scaler._scale is not None: scaler.update(scaler.get_scale())
     self.decisions.settle_all()
     return t.phase != "optimizer" or untouched(self.optimizer, self.optimizer_step)
+
+
+@patch(as_prop=True)
+def moved(self:Step) -> bool:
+    "Whether the losses moved weights themselves in a step that raised; what is written through `.data` is not seen."
+    return self.phase not in ("optimizer", "after") and self.begun != _versions(self.params)
+
+
+def _versions(params): return sum(p._version for p in params)  # which only grow
+
+
+@patch
+def refuse_new(self:Step):
+    "Raise `UserError` where a forward pass made parameters since the optimizer was made."
+    refuse_new(self.model, self.held)
 
 
 @patch

@@ -134,7 +134,7 @@ def abandon(self:Loop,
     error,  # what it raised
 ) -> bool:  # whether the weights are those of the step before, beyond doubt
     "Take back the step that raised."
-    moving = self.step.transaction.phase == "optimizer"
+    moving = self.step.phase == "optimizer" or self.step.moved
     self.batches.take_back(samples_seen)
     try: whole = self.step.undo()
     except RuntimeError as e:

@@ -97,7 +97,7 @@ def save(self:Saver,
 def _leave_to_first(self:Saver):
     "What is left to do where rank 0 writes the checkpoint: to send what it does not have."
     with self.loop.lock:
-        self.loop.flush()
+        self._settle()
         if self.replicas.sharded: self.state.state_dict()
     self.since = self.clock()
 
@@ -187,8 +187,18 @@ def _collect(self:Saver):
     except Exception as e:
         e.whole = True  # between two steps the weights can be saved
         raise
-    self.loop.flush()
+    self._settle()
     return self.state.state_dict()
+
+
+@patch
+def _settle(self:Saver):
+    "Deliver all results; refuse what no checkpoint could be loaded into."
+    self.loop.flush()
+    try: self.loop.step.refuse_new()
+    except UserError as e:
+        e.whole = True
+        raise
 
 
 @patch

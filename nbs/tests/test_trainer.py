@@ -375,6 +375,37 @@ def test_a_mistake_within_the_optimizer_is_not_saved(make):
     assert "no step of the run is saved: the weights may be half moved, or are lost" in e.value.__notes__ and not t.run.checkpoints()
 
 
+class Moving(Mistaken):
+    "Weights that the losses move themselves, before they fail; or a layer that a later pass makes."
+    late = 0
+
+    def losses(self, model, batch):
+        at = self.trainer.iteration + 1
+        if at == self.broken: torch.nn.init.ones_(model[0].weight)
+        if at == self.late: model.add_module("late", torch.nn.Linear(1, 1))
+        return super().losses(model, batch)
+
+
+def test_weights_that_the_losses_moved_before_they_failed_are_not_saved(make):
+    "Planted: the whole weights of step 7 are gone, so step 5 stays the newest. Where nothing fails nothing is refused."
+    recipe = Moving()
+    recipe.error, recipe.broken, recipe.trainer = KeyError("label"), 8, (t := make(recipe, save_every=5))
+    with pytest.raises(KeyError) as e: t.fit(20, progress=False)
+    assert [c["step"] for c in t.run.checkpoints()] == [5]
+    assert "the run is saved as of step 5; what was learned in the 2 steps since then is not: the weights may be half moved, or are lost" in e.value.__notes__
+
+
+@pytest.mark.parametrize("late,saved,ends", [(4, [], 5), (7, [5], 10), (12, [5, 10], 12)])
+def test_a_layer_that_a_later_pass_makes_is_refused_before_it_is_saved(make, late, saved, ends):
+    recipe = Moving()
+    recipe.late, recipe.trainer = late, (t := make(recipe, save_every=5))
+    with pytest.raises(UserError, match=r"2 parameters are new since the optimizer was made \(late.weight, late.bias\)"): t.fit(12, progress=False)
+    assert [c["step"] for c in t.run.checkpoints()] == saved and t.iteration == ends and t.run.state == "failed"
+    t.close()
+    recipe.late = 0
+    assert make(recipe, resume=True).iteration == (saved or [0])[-1]
+
+
 L = lambda m, b: (m(b["x"]) - b["y"]).square().mean(1)
 
 
