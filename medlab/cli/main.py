@@ -628,7 +628,7 @@ def _own_words(names, argv):
 
 def forecast(
     argv,  # RECIPE and options
-) -> int:  # exit status; 1: it does not fit
+) -> int:  # exit status; 1: it does not fit, or several ranks would refuse it
     "Say whether training would fit into memory, on each rank, before it is begun: forecast RECIPE --memory 80GB."
     from medlab.cli.forecast import OWN, USAGE, forecast_in_words, timeline_in_words
     words, argv = _own_words(OWN, argv)
@@ -642,7 +642,7 @@ def forecast(
     made = forecast_in_words(new_job(recipe_class(name), fields, rest).recipe, words, rest.get("device"), **knobs)
     print_text(made)
     if words.get("timeline"): print_text(timeline_in_words(made, words["timeline"]))
-    return int(made.fits is False)
+    return int(made.fits is False or bool(made.asks))
 
 # %% ../../nbs/cli/08_main.ipynb #589b28b8
 def deploy(

@@ -13,13 +13,14 @@ import importlib
 import inspect
 import os
 import re
+import signal
 import textwrap
 import typing
 from pathlib import Path
 
 import jsonargparse
 
-from ..core import UnknownName, UserError, nearest
+from ..core import RunFailed, UnknownName, UserError, add_note, nearest, own_line
 from ..intake import texts
 from ..knobs.traits import rule
 from ..run.older_names import current_name
@@ -392,8 +393,13 @@ def fit_until(
 ):
     "Train; returns early where the run is stopped, once its state is saved. Raises the second interrupt."
     try: trainer.fit(until=target, progress=progress)
-    except (KeyboardInterrupt, SystemExit):
-        if trainer.run.state == "failed": raise  # it was the second one
+    except (KeyboardInterrupt, SystemExit) as e:
+        if trainer.run.state != "failed": return
+        line = own_line(e) if isinstance(e, SystemExit) and e.code != 128 + signal.SIGTERM else None
+        if not line: raise  # it was the second one
+        error = RunFailed(f"the recipe's own code ended Python, by sys.exit({e.code!r})")
+        for note in (line, *getattr(e, "__notes__", ())): add_note(error, note)
+        raise error from e
 
 
 def add_threads(p):

@@ -104,9 +104,10 @@ def run(self:Loop, upkeep):
 def say_whole(
     error:BaseException,  # that ends the training
     whole:bool,  # whether the weights are those of a step's end
+    surely:bool=False,  # whatever it says by now
 ):
     "Let an error say whether the weights can be saved, where it does not yet; what interrupts at once loses them."
-    if not isinstance(error, KeyboardInterrupt) and not hasattr(error, "whole"):
+    if not isinstance(error, KeyboardInterrupt) and (surely or not hasattr(error, "whole")):
         with contextlib.suppress(AttributeError): error.whole = whole  # some errors take no attribute
 
 # %% ../../nbs/train/05_loop.ipynb #bcdc450b
@@ -134,7 +135,8 @@ def abandon(self:Loop,
     error,  # what it raised
 ) -> bool:  # whether the weights are those of the step before, beyond doubt
     "Take back the step that raised."
-    moving = self.step.phase == "optimizer" or self.step.moved
+    moving = self.step.phase == "optimizer"
+    if self.step.moved: say_whole(error, False, surely=True)
     self.batches.take_back(samples_seen)
     try: whole = self.step.undo()
     except RuntimeError as e:

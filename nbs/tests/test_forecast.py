@@ -243,14 +243,14 @@ def own(tmp_path, monkeypatch):
 
 
 def test_what_ranks_would_refuse_is_forecast(own, capsys):
-    assert own("forecast", "Normed", "--gpus", "2", "--memory", "30GB") == 0
+    assert own("forecast", "Normed", "--gpus", "2", "--memory", "30GB") == 1
     told = capsys.readouterr().out
     assert told.count("2 ranks refuse it as it is") == 2 and "gradient_accumulation_steps=1 must be at least 2" in told and "1 keeps statistics" in told
     assert "with fsdp on 2 ranks" in told and "on 8 ranks" not in told and re.search("with micro_batch=1 .*not counted: Expected more than 1 value", told)
-    assert own("forecast", "Normed", "--processes", "2", "--gradient-accumulation-steps", "2") == 0
+    assert own("forecast", "Normed", "--processes", "2", "--gradient-accumulation-steps", "2") == 1
     told = capsys.readouterr().out
     assert told.count("refuse it") == 1 and "each of 2 ranks (ddp)" in told
-    assert own("forecast", "Normed", "--gpus", "8", "--parallel", "fsdp", "--gradient-accumulation-steps", "8") == 0
+    assert own("forecast", "Normed", "--gpus", "8", "--parallel", "fsdp", "--gradient-accumulation-steps", "8") == 1
     assert "6 tensors are trained, and each rank is to own one" in capsys.readouterr().out
     assert own("forecast", "Normed", "--memory", "1KB") == 1
     told = capsys.readouterr().out

@@ -399,8 +399,9 @@ def test_weights_that_the_losses_moved_before_they_failed_are_not_saved(make):
 def test_a_layer_that_a_later_pass_makes_is_refused_before_it_is_saved(make, late, saved, ends):
     recipe = Moving()
     recipe.late, recipe.trainer = late, (t := make(recipe, save_every=5))
-    with pytest.raises(UserError, match=r"2 parameters are new since the optimizer was made \(late.weight, late.bias\)"): t.fit(12, progress=False)
+    with pytest.raises(UserError, match=r"2 parameters are new since the optimizer was made \(late.weight, late.bias\)") as caught: t.fit(12, progress=False)
     assert [c["step"] for c in t.run.checkpoints()] == saved and t.iteration == ends and t.run.state == "failed"
+    assert [n for n in caught.value.__notes__ if "it would not load into the network that build_model() makes" in n]
     t.close()
     recipe.late = 0
     assert make(recipe, resume=True).iteration == (saved or [0])[-1]

@@ -1,6 +1,7 @@
 """`torchrun … -m medlab train` and `medlab train --processes`: one run on several ranks, steered from outside, killed, and taken up again."""
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -173,7 +174,67 @@ class Unread(Half):
         return super().dataset()
 class Flat(Half):
     def build_model(self): return torch.nn.Linear(4, 1)
+class Moves(Half):
+    def losses(self, model, batch):
+        rank, self.passes = os.environ.get("RANK"), getattr(self, "passes", 0) + 1
+        if rank == "0" and self.passes == 7: torch.nn.init.ones_(next(model.parameters()))
+        if rank == "1" and self.passes == 7: raise KeyError("label")
+        return super().losses(model, batch)
+class Drifts(Half):
+    def losses(self, model, batch):
+        with torch.no_grad(): next(model.parameters()).add_(1e-3 * batch["x"].mean())
+        return super().losses(model, batch)
+class Clamps(Half):
+    def losses(self, model, batch):
+        with torch.no_grad(): next(model.parameters()).clamp_(-0.3, 0.3)
+        return super().losses(model, batch)
+class Plain(Half): pass
+class Leaves(Half):
+    def losses(self, model, batch):
+        self.passes = getattr(self, "passes", 0) + 1
+        if self.passes == 7 and os.environ.get("RANK", "none") in os.environ["BAD"]: raise SystemExit(0)
+        return super().losses(model, batch)
 """
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    "A function that trains one of those recipes, on two ranks where it is not told otherwise."
+    (tmp_path / "of_ranks.py").write_text(OWN)
+    monkeypatch.setitem(ENV, "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), ENV.get("PYTHONPATH", "")]))
+
+    def train(name, way="ddp", bad="", ranks=HALF[-4:-2]):
+        monkeypatch.setitem(ENV, "BAD", bad)
+        words = [*HALF[:6], f"of_ranks.py:{name}", *HALF[7:-4], *ranks, *["--parallel", way] * bool(ranks)]
+        return subprocess.run(words, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=200)
+
+    return train
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1"])
+def test_weights_that_another_ranks_mistake_finds_moved_are_not_saved(own, tmp_path, way):
+    "Planted: rank 0 moved a weight in the very step that rank 1 ended."
+    done, run = own("Moves", way), Run(tmp_path / "two")
+    assert done.returncode == 1 and [c["step"] for c in run.checkpoints()] == [5] and "the run is saved as of step 5" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name,told,way", [("Drifts", 1, "ddp"), ("Drifts", 0, "zero1"), ("Clamps", 0, "ddp"), ("Plain", 0, "zero1"), ("Plain", 0, "fsdp")])
+def test_networks_that_part_are_told(own, tmp_path, name, told, way):
+    """Planted: a weight that each rank moves by its own samples. One that all of them clamp alike must not trip it; and
+    with zero1 every step begins with what the owner of a weight has."""
+    done = own(name, way)
+    parted = [e for e in Run(tmp_path / "two").events("parted")]
+    assert done.returncode == 0 and len(parted) == told and done.stdout.count("of the network differ on rank 1") + done.stderr.count("of the network differ on rank 1") == told, done
+    assert all(e.step == 5 and e.level == "error" and re.search(r"1 of \d+ tensors.*weight by \S+ of its size.*losses\(\) or the network writes", e.text) for e in parted), parted
+
+
+@pytest.mark.parametrize("bad,ranks", [("none", []), ("01", HALF[-4:-2]), ("1", HALF[-4:-2])])
+def test_sys_exit_in_the_recipe_is_no_success(own, tmp_path, bad, ranks):
+    done, made = own("Leaves", bad=bad, ranks=ranks), 6 if ranks else 3  # of two micro-batches each rank makes one
+    assert done.returncode == 1 and f"the run is saved as of step {made}" in done.stderr, done.stderr
+    why = "rank 1 stopped training: SystemExit: 0" if bad == "1" else "the recipe's own code ended Python, by sys.exit(0)\nof_ranks.py, line 33, in losses: "
+    assert why in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert Run(tmp_path / "two").state == "failed"
 
 
 @pytest.mark.parametrize("name,why,bad,way", [("Mistaken", "KeyError: 'label'", "01", "ddp"), ("Mistaken", "KeyError: 'label'", "1", "zero1"), ("Mistaken", "KeyError: 'label'", "01", "fsdp"),
