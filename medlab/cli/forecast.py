@@ -21,7 +21,8 @@ OWN = dict(gpus="ranks, default 1", processes="the same as --gpus", memory="of e
     timeline=f"a file for the picture of what lives when in the step, one of {', '.join(ENDINGS)}")
 USAGE = ("usage: medlab forecast RECIPE [--gpus 8 | --processes 8] [--memory 80GB] [--parallel ddp|zero1|fsdp] "
     "[--bandwidth 300GB/s] [--step-time 0.5] [--timeline step.png] "
-    "[options of medlab train RECIPE, such as --batch-size, --precision, --device cpu]; status 1: it does not fit")
+    "[options of medlab train RECIPE, such as --batch-size, --precision, --device cpu]; status 1: it "
+    "does not fit, or several ranks would refuse it")
 
 
 def own_numbers(

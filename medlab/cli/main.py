@@ -757,8 +757,8 @@ def check(argv) -> int:
         name, argv = argv[0], argv[1:]  # as medlab train takes it
     named, name = bool(name), name or "fast_ddpm"
     if option_word(argv, "--processes")[0]:
-        raise UserError("check looks at the run in one process; leave out --processes. What several would refuse is "
-            f"told by medlab forecast {name} --processes N, before anything runs")
+        raise UserError("check looks at the run in one process; what several would refuse is told by medlab forecast "
+            "RECIPE --processes N, before anything runs")
     cls = recipe_class(name)
     fields, knobs, rest = options(cls, argv, check=True, named=named)
     if rest["resume"]:

@@ -280,7 +280,7 @@ def test_check_and_debug(home):
     ("train {file}", "which recipe of {file}? {file}:Mine"),
     ("train --device cpu {file}:Mine", "which recipe? name {file}:Mine before the options: medlab train {file}:Mine [options]"),
     ("train --device cpu --optimizer {file}:Mine", "which recipe? medlab train fast_ddpm|"),
-    ("check {file}:Mine --processes 2", "leave out --processes. What several would refuse is told by medlab forecast {file}:Mine --processes N"),
+    ("check {file}:Mine --processes 2", "what several would refuse is told by medlab forecast RECIPE --processes N"),
     ("train {file}:Min", "unknown recipe in {file} 'Min'; did you mean 'Mine'?"),
     ("train {file}:Mine --hiden 3", "did you mean '--hidden'"),
     ("train {file}:Mine --size small", "unknown option '--size'"),
