@@ -152,7 +152,7 @@ def save_meanwhile(self:Saver,
         with contextlib.suppress(NotSaved): self.manager.refuse_gone(self.iteration)  # out of reach may be for a while
         start = time.perf_counter()
         state, waited = self._collect(), time.perf_counter() - start
-        if waited >= 1: self._warn_once(HELD, waited)
+        if waited >= 1: self._tell_once(HELD, waited)
         fits = self._fits(state_bytes(state))
         write = self._writing(host_copy(state) if fits else state, best)
 
@@ -168,24 +168,22 @@ def _tell_parted(self:Saver):
     "Tell once where the ranks' networks have parted; all of them come to it."
     if self.replicas.size == 1 or self.loop.retry.parted: return
     text = parted_in_words(self.replicas, self.loop.step.model)
-    if self.replicas.rank or not text or PARTED in self.told: return
-    self.told.add(PARTED)
-    self.writer.event("parted", PARTED.format(text), "error")
+    if text and not self.replicas.rank: self._tell_once(PARTED, text, kind="parted", level="error")
 
 
 @patch
 def _fits(self:Saver, size):
     "Whether a copy of so many bytes has room; says once that it has not."
     free = host_free()
-    if size > SHARE * free: self._warn_once(TIGHT, size / 1e9, free / 1e9)
+    if size > SHARE * free: self._tell_once(TIGHT, size / 1e9, free / 1e9)
     return size <= SHARE * free
 
 
 @patch
-def _warn_once(self:Saver, text, *numbers):
+def _tell_once(self:Saver, text, *values, kind="checkpoint", level="warning"):
     if text in self.told: return
     self.told.add(text)
-    self.writer.event("checkpoint", text.format(*numbers), "warning")
+    self.writer.event(kind, text.format(*values), level)
 
 
 @patch
@@ -331,8 +329,7 @@ def _save_whole(self:Saver, error):
     held = [p for p in step.params if ranks.keeps(p)] if ranks.parted else step.model.parameters()
     if not self._all_sound(whole and all(bool(is_finite(p)) for p in held)): return FAR if whole else TORN
     try: self.save_once()
-    except UserError: return OTHER
-    except Exception: pass  # it was told; the first error is raised
+    except Exception as e: return OTHER if isinstance(e, UserError) else UNWRITTEN  # told; the first error is raised
     return UNWRITTEN
 
 # %% ../../nbs/train/07_saving.ipynb #f461dd6d

@@ -239,12 +239,9 @@ def test_sys_exit_in_the_recipe_is_no_success(own, tmp_path, bad, ranks):
 
 @pytest.mark.parametrize("name,why,bad,way", [("Mistaken", "KeyError: 'label'", "01", "ddp"), ("Mistaken", "KeyError: 'label'", "1", "zero1"), ("Mistaken", "KeyError: 'label'", "01", "fsdp"),
     ("Mistaken", "KeyError: 'label'", "0", "fsdp"), ("Unread", "FileNotFoundError: list.csv", "01", "ddp"), ("Unread", "FileNotFoundError: list.csv", "1", "ddp")])
-def test_a_mistake_in_the_recipe_is_shown_once_with_its_line_and_its_rank(tmp_path, monkeypatch, name, why, bad, way):
+def test_a_mistake_in_the_recipe_is_shown_once_with_its_line_and_its_rank(own, tmp_path, monkeypatch, name, why, bad, way):
     "And no step that was made before is lost."
-    (tmp_path / "of_ranks.py").write_text(OWN)
-    monkeypatch.setitem(ENV, "BAD", bad)
-    monkeypatch.setitem(ENV, "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), ENV.get("PYTHONPATH", "")]))
-    told = subprocess.run([*HALF[:6], f"of_ranks.py:{name}", *HALF[7:-2], "--parallel", way], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=200).stderr
+    told = own(name, way, bad).stderr
     assert told.count("Traceback") <= 1 == told.count(f"of_ranks.py, line {7 if name == 'Mistaken' else 11}, in ") and told.count(why) == (2 if bad == "1" else 1), told
     assert ("on rank 1" in told) == (bad == "1") and "replicas.py" not in told and len(told.splitlines()) < 16, told
     if name != "Mistaken": return
